@@ -290,3 +290,30 @@ def test_a_step_knows_its_loader_also_after_one_without_a_length() -> None:
 def test_a_rank_without_samples_logs_nothing(ranks: Any) -> None:
     for found in ranks(2, log_a_tail):
         assert found == (4.0, 9.0, 4.0)
+
+
+class Counts(Line):
+    def __init__(self) -> None:
+        super().__init__()
+        from torchmetrics import SumMetric
+
+        self.sum = SumMetric()
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.sum.update(batch[0])
+        self.log("sum", self.sum, on_step=False, on_epoch=True)
+        return super().training_step(batch, batch_idx)
+
+
+def count_to_its_end(folder: str, steps: int, path: str | None) -> tuple[str, float]:
+    saver = ModelCheckpoint(dirpath=folder, every_n_train_steps=3, save_last=True)
+    limit = {"max_steps": steps} if steps else {"max_epochs": 1}
+    trainer = Trainer(strategy="ddp" if dist.is_initialized() else "auto", callbacks=[saver], **limit, **SAVING)
+    trainer.fit(Counts(), DataLoader(numbers(), batch_size=2), ckpt_path=path)
+    return str(saver.last_model_path), float(trainer.callback_metrics.get("sum", 0))
+
+
+def test_a_metric_object_goes_on_with_fewer_ranks(ranks: Any, tmp_path: Path) -> None:
+    pytest.importorskip("torchmetrics")
+    path, _ = ranks(2, count_to_its_end, str(tmp_path), 3, None)[0]
+    assert count_to_its_end(str(tmp_path), 0, path)[1] == sum(range(ROWS))

@@ -32,7 +32,7 @@ from echelon.loop.checkpointing import changes
 from echelon.loop.checkpointing.frozen import train_as_saved, without_frozen
 from echelon.loop.checkpointing.options import RestoreOptions
 from echelon.loop.records.logged import Logged
-from echelon.loop.records.metrics import join_shares, load_share
+from echelon.loop.records.metrics import join_shares, load_share, reset
 from echelon.loop.unit import TrainedUnit, Unit
 from echelon.loop.validate import accumulation_of
 from echelon.parallel.meta.materialize import check_kept
@@ -259,7 +259,7 @@ def _join_own(states: Sequence[dict[str, Any]], unit: TrainedUnit, options: Rest
     failed = [name for name, metric in metrics.items() if not join_shares(metric, shares[name])]
     if lost := sorted({name for each in agree.kinds(failed) for name in each}):
         for name in lost:
-            metrics[name].reset()
+            reset(metrics[name])
         kept = {name: attribute for name, attribute in unit.resumes_logged["metrics"].items() if attribute not in lost}
         unit.resumes_logged["metrics"] = kept
         logger.warning("saved by another number of ranks: the per-rank shares of %s start over", ", ".join(lost))

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from echelon.world.agree import control_group, is_joined
 from echelon.world.device import copy_data_to_device
 
-__all__ = ["Mean", "join_shares", "load_share", "share_of"]
+__all__ = ["Mean", "join_shares", "load_share", "reset", "share_of"]
 
 _COUNT, _REDUCTIONS = "_update_count", "_reductions"  # torchmetrics' own names
 
@@ -88,7 +88,7 @@ def load_share(metric: Any, state: dict[str, Any]) -> None:
 
 def join_shares(metric: Any, shares: Sequence[dict[str, Any]]) -> bool:
     """Replace this rank's share of a metric by those of several ranks, or of none. False if the metric cannot join them."""
-    metric.reset()
+    reset(metric)
     for at, share in enumerate(shares):
         if at == 0:
             load_share(metric, share)
@@ -108,6 +108,12 @@ def join_shares(metric: Any, shares: Sequence[dict[str, Any]]) -> bool:
         except (AttributeError, RuntimeError, TypeError):
             return False
     return True
+
+
+def reset(metric: Any) -> None:
+    """Begin anew. A module of several metrics, as in compat/lightning, has no `reset` of its own."""
+    for part in _parts(metric).values() or [metric]:
+        part.reset()
 
 
 def _parts(metric: Any) -> dict[str, Any]:
