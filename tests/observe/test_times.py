@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import random
 import resource
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -22,7 +24,7 @@ from torch.utils.data import TensorDataset
 import echelon as ech
 from echelon.contracts.run_dir import RUN_DIR_VARIABLE, RunDir
 from echelon.contracts.times import PARTS, TimeRecord, TimesReader, parse, ranks_of, read_times
-from echelon.loop.reporting.times import record_of
+from echelon.loop.reporting.times import Garbage, record_of
 from echelon.observe.stragglers import Straggler, stragglers
 from echelon.world.clock import Clock, Group, Part
 from echelon.world.thread_sampler import FRAMES, ThreadSampler
@@ -65,6 +67,19 @@ def test_a_slow_rank_is_named_within_twenty_steps(
         assert "slow_ranks.py" in found[0].line, found
     for records in times.values():
         _adds_up(records, 22)
+
+
+def test_a_collection_after_a_records_last_step_is_of_the_next_record() -> None:
+    """A record had more seconds of collections than it took: it is written later than its last step."""
+    garbage = Garbage(threading.get_ident())
+    try:
+        gc.collect()
+        between = time.perf_counter()
+        assert garbage.take(between) > 0
+        gc.collect()
+        assert garbage.take(between) == 0 and garbage.take(time.perf_counter()) > 0
+    finally:
+        garbage.close()
 
 
 @pytest.mark.full

@@ -30,7 +30,7 @@ from echelon.world import clock
 from echelon.world.clock import Clock, Group, Part
 from echelon.world.thread_sampler import Kind, ThreadSampler
 
-__all__ = ["noted", "record_of"]
+__all__ = ["Garbage", "noted", "record_of"]
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +89,7 @@ class _Writer(threading.Thread):
         self._seen: dict[tuple[int, int, Kind], float] = {}
         self._ended, self._began = threading.Event(), time.perf_counter()
         self._last, self._first_step = running.groups[0], running.step
-        self._garbage = _Garbage(running.thread)
+        self._garbage = Garbage(running.thread)
         self._wall_offset = time.time() - self._began
         self._startup_s = _age_s() if log.path.stat().st_size == 0 else 0.0
         self.start()
@@ -127,7 +127,7 @@ class _Writer(threading.Thread):
         record = record_of([self._last, *groups], self._seen, alone=self._alone)
         self._last = groups[-1]
         about = {
-            "gc_s": self._garbage.take(),
+            "gc_s": self._garbage.take(self._last.at),
             "startup_s": self._startup_s,
             "line": lines.most_common(1)[0][0][-300:] if lines else "",
             "host": self._host,
@@ -158,11 +158,12 @@ def _age_s() -> float:
         return 0.0
 
 
-class _Garbage:
+class Garbage:
     """Measures how long Python's garbage collector delays a thread."""
 
     def __init__(self, thread: int) -> None:
-        self._thread, self._since, self._seconds = thread, 0.0, 0.0
+        self._thread, self._since = thread, 0.0
+        self._collections: list[tuple[float, float]] = []  # (when it ended, seconds)
         gc.callbacks.append(self._tell)
 
     def _tell(self, phase: str, info: Any) -> None:
@@ -171,11 +172,14 @@ class _Garbage:
         if phase == "start":
             self._since = time.perf_counter()
         elif self._since:
-            self._seconds += time.perf_counter() - self._since
+            now = time.perf_counter()
+            self._collections.append((now, now - self._since))
 
-    def take(self) -> float:
-        seconds, self._seconds = self._seconds, 0.0
-        return seconds
+    def take(self, until: float) -> float:
+        """Seconds of the collections since the last call that had ended by `until`; the next call has the others."""
+        collections, self._collections = self._collections, []
+        self._collections += [each for each in collections if each[0] > until]
+        return sum(seconds for ended, seconds in collections if ended <= until)
 
     def close(self) -> None:
         with contextlib.suppress(ValueError):
