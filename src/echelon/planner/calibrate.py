@@ -62,7 +62,9 @@ def _measure(quick: bool) -> dict[str, Any]:
     copy = torch.empty_like(source)
     small = torch.ones(16, device=device)
     attends = torch.bfloat16 if on_gpu else torch.float32  # a GPU's fast kernels do not take float32
-    attention = {dtype: _Attention(device, dtype, quick) for dtype in {attends, torch.bfloat16}}
+    attention = {
+        dtype: _Attention(device, dtype, quick) for dtype in dict.fromkeys((attends, torch.bfloat16))
+    }  # in one order on all ranks
     convolution = {dtype: _Convolution(device, dtype, quick) for dtype in dtypes}
     took = _seconds(
         {

@@ -169,8 +169,8 @@ def _restore(
             path,
             printable(config["position"]),
         )
-    if not options.takes_weights_only:
-        own = store.on_each(path, lambda: _own(path, manifest))
+    goes_on = not options.takes_weights_only and (store.has_own(manifest) or isinstance(unit, TrainedUnit))
+    own = store.on_each(path, lambda: _own(path, manifest)) if goes_on else []
     report = store.read_states(
         path,
         states,
@@ -182,11 +182,10 @@ def _restore(
         naming=_naming(options.rename, states) if options.rename else None,
     )
     _log(report, path)
-    if not options.takes_weights_only:
-        if store.has_own(manifest):
-            _load_own(path, own, unit, states, options)
-        elif isinstance(unit, TrainedUnit):
-            _join_own(own, unit, options, manifest.get("by_rank", []))
+    if goes_on and store.has_own(manifest):
+        _load_own(path, own[0], unit, states, options)
+    elif goes_on and isinstance(unit, TrainedUnit):
+        _join_own(own, unit, options, manifest.get("by_rank", []))
     if not options.takes_weights_only:
         read_on_beside(path, getattr(unit, "beside", ()), manifest.get("beside", {}))
     unit.restored()
@@ -218,16 +217,12 @@ def _can_go_on(logged: dict[str, Any]) -> bool:
     return True
 
 
-def _load_own(
-    path: Location, states: Sequence[dict[str, Any]], unit: Unit, restored: dict[str, Any], options: RestoreOptions
-) -> None:
-    """Load per-rank state.
+def _load_own(path: Location, own: dict[str, Any], unit: Unit, restored: dict[str, Any], options: RestoreOptions) -> None:
+    """Load this rank's own state, from a checkpoint of as many ranks.
 
     Args:
-        states: of each rank, its own, since as many ranks saved the checkpoint.
         restored: what was restored, by name.
     """
-    (own,) = states
     store.on_each(path, lambda: _load_streams(path, own["streams"]))
     unit.resumes_with, unit.resumes_logged = own["streams"], own["logged"] if options.restore_metrics else None
     for name, metric in unit.tracked_metrics().items():
