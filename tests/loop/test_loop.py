@@ -545,12 +545,18 @@ def test_what_a_unit_holds_is_its_state_sorted_by_kind() -> None:
 
         def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
 
+    class Configured(nn.Module):
+        """As a model of diffusers: it answers for the methods of its config, with a KeyError."""
+
+        def __getattr__(self, name: str) -> Any:
+            return {}[name] if name in ("update", "compute") else super().__getattr__(name)
+
     unit = Plain()
-    unit.net = net()
+    unit.net, unit.configured = net(), Configured()
     unit.opt = torch.optim.SGD(unit.net.parameters(), lr=0.1)
     unit.sched = torch.optim.lr_scheduler.StepLR(unit.opt, 1)
     unit.counter, unit.mean, unit.kind = Counter(), ech.Mean(), Counter
-    assert set(unit.tracked_modules()) == {"net"} and set(unit.tracked_optimizers()) == {"opt"}
+    assert set(unit.tracked_modules()) == {"net", "configured"} and set(unit.tracked_optimizers()) == {"opt"}
     assert set(unit.tracked_lr_schedulers()) == {"sched"} and set(unit.tracked_metrics()) == {"mean"}
     assert set(unit.tracked_misc_statefuls()) == {"counter"}  # not the class
     assert isinstance(unit.counter, Stateful)

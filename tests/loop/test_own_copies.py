@@ -27,11 +27,16 @@ pytestmark = pytest.mark.standing_ranks
 X, Y = batch(16, 0)
 
 
-def update(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor, y: torch.Tensor, is_plain: bool) -> None:
+def update(
+    model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor, y: torch.Tensor, is_plain: bool, *more: Any
+) -> None:
+    def loss(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return nn.functional.mse_loss(model(x, *more), y)
+
     if not is_plain:
-        step(model, optimizer, x, y)
+        step(model, optimizer, x, y, loss=loss)
         return
-    nn.functional.mse_loss(model(x), y).backward()
+    loss(model, x, y).backward()
     optimizer.step()
     optimizer.zero_grad()
 
@@ -130,6 +135,43 @@ def _averaged(way: str, layout: str, folder: Path | None = None, epochs: int = 3
         with torch.no_grad():
             computed.append(float(average(X).sum()))
     return whole(average), computed
+
+
+class _OfParts(nn.Module):
+    """As DALLE2's decoder: each part has an optimizer and an average of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList([net(), net()])
+
+    def forward(self, x: torch.Tensor, which: int) -> Any:
+        return self.parts[which](x)
+
+
+def _averages_of_parts(layout: str) -> list[Any]:
+    model: Any = _OfParts()
+    optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in model.parts]
+    averages = [_Follower(part) for part in model.parts]
+    loader: Any = DataLoader(TensorDataset(X, Y), 8)
+    is_plain = layout == "plain"
+    if not is_plain:
+        model, *others, loader = ech.prepare(model, *optimizers, *averages, loader, layout=layout)
+        optimizers, averages = others[:2], others[2:]
+    for which in (0, 1):
+        for x, y in loader:
+            update(model, optimizers[which], x, y, is_plain, which)
+            with torch.no_grad():
+                averages[which].update_parameters(model)
+    return [whole(each.average) for each in averages]
+
+
+@pytest.mark.parametrize("layout", ["ddp", "fsdp"])
+def test_an_average_may_follow_a_part_of_a_model(ranks: Ranks, layout: str) -> None:
+    """It was taken for a model to be trained, got a wrapper under ddp, and averaged nothing."""
+    want = _averages_of_parts("plain")
+    for got in ranks(2, _averages_of_parts, layout):
+        for average, plain in zip(got, want, strict=True):
+            assert largest_difference(average, plain) < 1e-12
 
 
 def _copied_on_meta(layout: str) -> None:

@@ -122,7 +122,8 @@ _METRIC = (*_STATE, "update", "compute")
 
 
 def _has(value: object, methods: tuple[str, ...]) -> bool:
-    return all(hasattr(value, name) for name in methods)
+    # A module's own attributes may be more than they seem: a model of diffusers answers `update` by its config, with a KeyError.
+    return all(hasattr(type(value) if isinstance(value, nn.Module) else value, name) for name in methods)
 
 
 class Unit(AppStateMixin):

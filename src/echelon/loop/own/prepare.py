@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -134,7 +135,8 @@ def _unit(parts: _Parts, options: AutoOptions) -> LoopUnit:
     """Make the model parallel, and the optimizer hold the parameters that it has then."""
     module = parts.models[0] if len(parts.models) == 1 else nn.ModuleList(parts.models)
     names = {p: name for name, p in plain_names(module)}  # taken now: a layout may undo the user's wrapper
-    shapes = [{name: p.shape for name, p in plain_names(model)} for model in parts.models if parts.copies]
+    followed = [*parts.models, *(part for each in parts.copies for part in _followed(each, parts.models))] if parts.copies else []
+    shapes = [{name: p.shape for name, p in plain_names(model)} for model in followed]
     held = {p for optimizer, _ in parts.optimizers for p in parameters_of(optimizer)}
     left = [[p for p in model.parameters() if p.requires_grad and p not in held] for model in (*parts.models, *parts.copies)]
     for optimizer, _ in parts.optimizers:
@@ -318,11 +320,22 @@ class _Parts:
 
 def _is_trained(model: nn.Module, models: Sequence[nn.Module], held: set[nn.Parameter]) -> bool:
     """Whether the optimizers hold parameters of the model itself, and not only of other ones in it, as an average may keep the
-    model that it follows.
+    model that it follows, or the part of a model.
     """
     inside = [part for part in model.modules() if part is not model and any(part is each for each in models)]
     inner = {p for part in inside for p in part.parameters()}
-    return any(p in held and p not in inner for p in model.parameters())
+    own = [p for p in model.parameters() if p in held and p not in inner]
+    # Both the average of a part and the model with that part may have nothing of their own: the average also has a copy of each.
+    others = {p for each in models if each is not model for p in each.parameters()}
+    copies = Counter(p.shape for p in model.parameters() if p not in held)
+    is_average = others.issuperset(own) and Counter(p.shape for p in own) <= copies
+    return not is_average
+
+
+def _followed(copy: nn.Module, models: Sequence[nn.Module]) -> list[nn.Module]:
+    """The models, and parts of them, that a copy keeps: what it is an average of."""
+    parts = {part for model in models for part in model.modules()}
+    return [part for child in copy.children() for part in ([child] if child in parts else _followed(child, models))]
 
 
 def _kind(thing: Any) -> str:
