@@ -171,6 +171,8 @@ class _Follows(nn.Module):
                 weight.data = weight.data * 0.9 + self.last.weight.data * 0.1
             elif self.how == "another":
                 self.copy.weight = nn.Parameter(weight * 0.9, requires_grad=False)
+            elif self.how == "another, trained":
+                self.last.weight = nn.Parameter(self.last.weight * 0.9)
         return self.last(x) + self.copy(x)
 
 
@@ -185,6 +187,10 @@ def _steps() -> Programs:
         ),
         "late hook": (_HookedLate(layout="fsdp"), "last.weight is split over the ranks, and torch does not call its hook"),
         "unused": (Regression(module=_Short().double(), layout="ddp"), "got no gradient of last.weight and 1 more"),
+        "replaced": (
+            Regression(module=_Follows("another, trained").double(), layout="ddp"),
+            "another took the place of last.weight",
+        ),
     }
     lost = "copy.weight is written in the forward pass of _Follows, and the new value is lost"
     for how in ("in place", "its data", "other data", "another"):

@@ -67,7 +67,7 @@ class Awaited(Guard):
     """
 
     def __init__(self, module: DistributedDataParallel) -> None:
-        ignored = set(module.parameters_to_ignore)
+        self._module, ignored = module, set(module.parameters_to_ignore)
         pairs = zip(module.module.named_parameters(), plain_names(module), strict=True)
         self.named = [named for (name, p), named in pairs if p.requires_grad and name not in ignored]
         alone = dist.get_world_size(module.process_group) == 1
@@ -86,17 +86,31 @@ class Awaited(Guard):
             return
         lacking = [named for named in self.named if named[1].grad is None and (frozen_too or named[1].requires_grad)]
         if lacking:
-            raise _said(lacking)
+            raise self._said(lacking)
 
     def explain(self, error: BaseException) -> LayoutError | None:
         if not isinstance(error, RuntimeError) or _SAYS not in str(error):
             return None
         match = _NUMBERS.search(str(error))
         numbers = [int(n) for n in match[1].split()] if match is not None else []
-        return _said([self.named[n] for n in numbers if n < len(self.named)])
+        return self._said([self.named[n] for n in numbers if n < len(self.named)])
+
+    def _said(self, unused: list[tuple[str, nn.Parameter]]) -> LayoutError:
+        there = set(self._module.parameters())
+        return _of_replaced(*gone) if (gone := [name for name, p in unused if p not in there]) else _of_unused(unused)
 
 
-def _said(unused: list[tuple[str, nn.Parameter]]) -> LayoutError:
+def _of_replaced(name: str, *others: str) -> LayoutError:
+    what = name + (f" and {len(others)} more" if others else "")
+    return LayoutError(
+        f"a parameter must stay the one that the module was made parallel with, but another took the place of {what}, as by "
+        "`self.weight = nn.Parameter(...)` in forward: the new one is neither averaged over the ranks nor in the optimizer. "
+        "Write into it, by p.copy_(...) under torch.no_grad(). If no loss trains it, as a codebook by moving averages, make it a "
+        "buffer (register_buffer), and reduce over the ranks what it is written from."
+    )
+
+
+def _of_unused(unused: list[tuple[str, nn.Parameter]]) -> LayoutError:
     others = f" and {len(unused) - 1} more" if len(unused) > 1 else ""
     what = unused[0][0] + others if unused else "all parameters"
     why = " (frozen since the module was made parallel)" if unused and not any(p.requires_grad for _, p in unused) else ""
