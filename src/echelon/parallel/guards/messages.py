@@ -11,6 +11,7 @@ from torch import nn
 from echelon.common.errors import LayoutError
 from echelon.parallel.guards.guard import Guard, explain
 from echelon.parallel.names import class_name
+from echelon.parallel.shards import is_split
 from echelon.parallel.tensor.layers import shared_axis, split_outputs
 
 __all__ = ["SHAPES", "SplitMessages", "explain_step", "explained", "gathers_in", "meaning"]
@@ -79,9 +80,10 @@ def explain_step(optimizer: torch.optim.Optimizer, error: Exception) -> None:
         UsageError: instead of torch's error, which is its cause: the optimizer cannot work with parts of parameters.
     """
     if _is_torchs_assertion(error) or any(each in str(error) for each in _OF_STEPS):
+        whole = "'ddp'" if isinstance(optimizer, torch.optim.LBFGS) else "'ddp' or 'zero1'"  # zero1 refuses LBFGS, too
         raise LayoutError(
             f"{type(optimizer).__name__} cannot step parameters that are split over the ranks (torch {torch.__version__}). Train "
-            "under 'ddp' or 'zero1', whose parameters are whole, or use another optimizer; an optimizer of your own must make "
+            f"under {whole}, whose parameters are whole, or use another optimizer; an optimizer of your own must make "
             f"its state by torch.zeros_like(p). torch says: {str(error) or 'AssertionError'}"
         ) from error
 
@@ -102,6 +104,11 @@ def meaning(module: nn.Module, text: str) -> str | None:
         return (
             f"compute_loss takes a gradient of the outputs of {name} with respect to its inputs, but in a pipeline another stage "
             "has the inputs. Train without pp."
+        )
+    if "appears to not have been used in the graph" in text and any(map(is_split, module.parameters())):
+        return (
+            f"if the gradient is that of parameters of {name}: they are split over the ranks, and its passes use gathered ones "
+            "in their place. Take gradients of inputs or activations, or train under 'ddp' or 'zero1'."
         )
     if "RegisterPostBackward" in text and "inplace" in text:
         return (
