@@ -14,13 +14,12 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, RandomSampler, TensorDataset, WeightedRandomSampler
+from torch.utils.data import DataLoader, TensorDataset
 
 import echelon as ech
 from echelon.common.errors import LoaderError, LoopError, RankFailedError, TrainerError, UsageError
 from echelon.compat.lightning import Trainer
 from echelon.compat.trainer.rank import shared
-from echelon.data.torch_loader import as_loader
 from tests.conftest import clean_environment
 from tests.kit.models import Batch, batch, largest_difference, net, plain_training, whole
 from tests.kit.refusals import refused
@@ -123,19 +122,22 @@ def test_a_plain_dataloader_has_its_batch_size_on_each_rank() -> None:
     assert largest_difference(whole(unit.module), plain_training(windows(8, 4))[0]) < 1e-14
 
 
-def test_a_sampler_that_draws_a_part_is_refused() -> None:
-    """Every sample would be trained on."""
-    part = DataLoader(data(), 2, sampler=RandomSampler(data(), num_samples=4))
-    with refused(LoaderError):
-        as_loader(part, 2, 1, "")
+@pytest.mark.full
+@pytest.mark.parametrize("sized", [4, None])
+def test_the_order_of_a_sampler_is_that_of_all_ranks(sized: int | None) -> None:
+    """Each rank takes the DataLoader's batch size, or a batch of the batch sampler in turn."""
+    order, unit = [*range(ROWS - 1, -1, -1)], Regression()
+    batches = [order[at : at + 4] for at in range(0, ROWS, 4)]
+    how: dict[str, Any] = {"batch_size": 4, "sampler": order} if sized else {"batch_sampler": batches}
+    Trainer(devices=2, max_epochs=1).fit(unit, DataLoader(data(), **how))
+    x, y = data().tensors
+    windows_of = [[(x[order[at : at + 8]], y[order[at : at + 8]])] for at in range(0, ROWS, 8)]
+    assert largest_difference(whole(unit.module), plain_training(windows_of)[0]) < 1e-14
 
 
-@pytest.mark.parametrize(
-    "case", [DataLoader(data(), sampler=WeightedRandomSampler([1.0] * ROWS, ROWS)), DataLoader(range(4), None)]
-)
-def test_a_dataloader_that_cannot_be_divided_is_refused(case: Any) -> None:
+def test_a_dataloader_without_batches_cannot_be_divided() -> None:
     with refused(LoaderError):
-        shared(case, 2, 1)
+        shared(DataLoader(range(4), None), 2, 1)
 
 
 @pytest.mark.full

@@ -19,16 +19,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.data import DataLoader, DistributedSampler, Subset, SubsetRandomSampler, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import echelon as ech
 from echelon.checkpoint import manifest
-from echelon.common.errors import EchelonError, LoaderError, OwnLoopError
+from echelon.common.errors import EchelonError, OwnLoopError
 from echelon.contracts.stopping import REQUEUE
 from tests.conftest import Ranks
 from tests.kit.models import batch, largest_difference, net, whole
 from tests.kit.own_loops import own_loop, prepared, step
-from tests.kit.refusals import refused
 from tests.kit.saving import Held
 
 pytestmark = pytest.mark.standing_ranks
@@ -458,19 +457,6 @@ def test_a_scheduler_can_be_pickled_and_copied_after_prepare() -> None:
             warnings.simplefilter("ignore")  # torch's own: a copy of an optimizer does not know who counts its steps
             copied.step()
         assert copied.last_epoch == 1 and scheduler.last_epoch == 0
-
-
-class _Batches(list[list[int]]):
-    """As of a sampler that puts samples of one length together."""
-
-
-def test_batches_and_subsets_of_ones_own_are_refused_with_what_gives_the_same() -> None:
-    model, batches = net(), _Batches([[5, 1, 7, 3], [0, 2, 4, 6]])
-    for loader in (DataLoader(DATA, batch_sampler=batches), DataLoader(DATA, 4, sampler=SubsetRandomSampler([0, 1, 2, 3]))):
-        with refused(LoaderError):
-            ech.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader, layout="none")
-    same = ech.Loader(Subset(DATA, [i for batch in batches for i in batch]), 4, shuffle=False)
-    assert all(torch.equal(x, DATA[batch][0]) for (x, _), batch in zip(same, batches, strict=True))
 
 
 def _epochs_in(folder: Path, epochs: int, checkpoints: Any = None) -> list[str]:

@@ -70,7 +70,7 @@ class BaseLoader(ABC):
             kind=LoaderError,
         )
         num_workers = whole("num_workers", num_workers, at_least=0, kind=LoaderError)
-        self.global_batch, self.tail = global_batch, tail
+        self._global_batch, self.tail = global_batch, tail
         # Samples of a rank per update, if the script gave this number and not the global batch.
         self.samples_of_a_rank: int | None = None
         self._accumulate = overrides().accumulation or accumulate  # as given; None leaves it to the unit or prepare
@@ -83,14 +83,26 @@ class BaseLoader(ABC):
         self.shares: int | None = None  # in bit-equal training, parts of a global batch, which the ranks must divide evenly
 
     @property
+    def global_batch(self) -> int:
+        """Samples of an update over all ranks."""
+        return self._global_batch
+
+    @property
     def dp(self) -> tuple[int, int]:
         """(dp_rank, dp_size), looked up at first use: the process group may be joined after the loader is made."""
         if self._dp is None:
             world = World.current(torch.device("cpu"))
             self._dp = (world.rank, world.size)
-        if self.global_batch % (self._dp[1] * self.accumulation):
-            raise LoaderError(cannot_divide(self.global_batch, self._dp[1], self.accumulation))
+        self._check_divides(self._dp[1])
         return self._dp
+
+    def _check_divides(self, ranks: int) -> None:
+        """
+        Raises:
+            UsageError: the ranks cannot divide a global batch.
+        """
+        if self.global_batch % (ranks * self.accumulation):
+            raise LoaderError(cannot_divide(self.global_batch, ranks, self.accumulation))
 
     def set_data_rank(self, dp_rank: int, dp_size: int) -> None:
         """Set this rank's data-parallel rank and size, unless the user gave them; the loops call it."""
@@ -130,14 +142,17 @@ class BaseLoader(ABC):
         world = World.current(torch.device("cpu"))
         if world.rank or world.size % dp_size:
             return
-        said = self.accumulation // self._times
         note_loader(
             self.global_batch,
-            said,
-            divisible=self.shares or self.global_batch // said,
+            self.accumulation // self._times,
+            divisible=self._divisible(),
             ranks_per_place=world.size // dp_size,
             fixed=self._fixed_ranks,
         )
+
+    def _divisible(self) -> int:
+        """What the number of ranks must divide."""
+        return self.shares or self.global_batch // (self.accumulation // self._times)
 
     @abstractmethod
     def set_epoch(self, epoch: int) -> None:

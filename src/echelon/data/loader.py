@@ -238,7 +238,7 @@ class Loader(BaseLoader):
                 if type(batch) is ReadFailure:
                     raise batch.error()
                 self.position = micro + 1
-                yield batch if micro < shares.first_padding else Padding(batch)
+                yield Padding(batch) if shares.is_empty(micro) else batch
         except (RuntimeError, *BROKEN) as error:
             better = named(error, board, (self.position - first) % max(1, self.num_workers), self.options.timeout_s)
             if better is error:
@@ -320,15 +320,16 @@ class _Shares:
     def __init__(self, loader: Loader, first: int, last: int, dp_rank: int) -> None:
         self._loader, self._first, self._last, self._dp_rank = loader, first, last, dp_rank
         self._epoch = loader.epoch  # kept, because an evaluation during this iteration may use the same loader
-        tail = range(max(first, last - loader.accumulation), last)
-        self.first_padding = next((m for m in tail if self._is_empty(m)), last)
+        self._alike = loader.whole_batches * loader.accumulation
 
-    def _is_empty(self, micro: int) -> bool:
+    def is_empty(self, micro: int) -> bool:
+        if micro < self._alike:
+            return False
         start, stop = self._loader.positions_of(micro, self._dp_rank)
         return start == stop
 
     def __iter__(self) -> Iterator[tuple[int, list[int]]]:
-        loader, whole = self._loader, self._loader.whole_batches * self._loader.accumulation
+        loader, whole = self._loader, self._alike
         for begin in range(self._first, min(whole, self._last), _AT_ONCE):
             yield from self._whole(begin, min(begin + _AT_ONCE, whole, self._last))
         for micro in range(max(self._first, whole), self._last):

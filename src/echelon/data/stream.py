@@ -98,6 +98,7 @@ class StreamLoader(BaseLoader):
             )
         default = "itself" if divided else "set_place" if hasattr(dataset, "set_place") else None
         self.dataset, self.shards = dataset, shards or default
+        self.pads = False  # with "stride" and "keep", ranks without a last micro-batch get padding; for loops that weigh it
         self._loaded: dict[str, Any] | None = None
         self._begin = self._fresh
         # The latest two positions, because a reader may be one micro-batch ahead of the loop.
@@ -178,6 +179,7 @@ class StreamLoader(BaseLoader):
             shards=self.shards,
             size=self.global_batch // (self.dp[1] * self.accumulation),
             keep=self.tail == "keep",
+            pads=self.tail == "keep" and self.pads,
             epoch=self.epoch,
             where=self._where,
             dp=self.dp,

@@ -11,13 +11,12 @@ from typing import Any
 from torch.utils.data import IterableDataset, get_worker_info
 
 from echelon.common.errors import DataError
+from echelon.data.parts import Padding
 from echelon.data.reader import ReadFailure
 from echelon.data.workers import Board, said, seed_worker
 from echelon.world import rng
 
 __all__ = ["Share", "StreamPosition", "Streams"]
-
-_END = object()
 
 
 @dataclass(frozen=True)
@@ -36,6 +35,7 @@ class Share:
     Args:
         size: samples per micro-batch.
         keep: keep a stream's last micro-batch, which may have fewer samples.
+        pads: with "stride" and `keep`, end with padding where only other ranks have a last micro-batch.
         where: epoch and data rank, for messages.
         dp: (data rank, number of data ranks).
     """
@@ -45,6 +45,7 @@ class Share:
     shards: str | None
     size: int
     keep: bool
+    pads: bool
     epoch: int
     where: str
     dp: tuple[int, int]
@@ -75,7 +76,7 @@ class Streams(IterableDataset[Any]):
         # The state of an ended stream says only that it has ended.
         ended = isinstance(state, dict) and state.get("ended", False)
         with self._drawing(index, -1):
-            samples = iter(()) if ended else self._samples(state, index, count)
+            samples: Any = iter(()) if ended else self._samples(state, index, count)
         read = 0 if state is None else int(state["read"])
         while True:
             with self._drawing(index, read):
@@ -83,9 +84,16 @@ class Streams(IterableDataset[Any]):
                 read += len(batch)
                 given = len(batch) == self._share.size or bool(batch and self._share.keep)
                 collated = self._collated(batch, index, read) if given else None
+                if not batch and self._is_awaited(samples, stream, read):
+                    given, collated, samples = True, Padding(self._collated([samples.last], index, read)), iter(())
             # At its end a dataset's own state may point to its beginning, so it is not kept.
             more = {"own": self._state()} if len(batch) == self._share.size else {"ended": True}
             yield given, collated, {"read": read, **more}
+
+    def _is_awaited(self, samples: Any, stream: int, read: int) -> bool:
+        """Whether other ranks have one more batch in their streams of this number, which has ended."""
+        is_one = isinstance(samples, _Strided) and self._share.pads
+        return is_one and samples.others_have(stream, read, self._share.size)
 
     @contextlib.contextmanager
     def _drawing(self, index: int, read: int) -> Iterator[None]:
@@ -136,7 +144,7 @@ class Streams(IterableDataset[Any]):
         self._holder = dataset if hasattr(dataset, "state_dict") else iterator
         if self._share.shards != "stride" or count == 1:
             return iterator  # type: ignore[no-any-return]
-        return _strided(iterator, index if state is None else count - 1, count)
+        return _Strided(iterator, index, count, 0 if state is None else int(state["read"]))
 
     def _state(self) -> Any:
         """A copy of the dataset's state: it is pickled later, when the dataset may have advanced."""
@@ -152,14 +160,26 @@ def _reads_all() -> None:
             object.__setattr__(info, name, value)  # frozen, but this process's own
 
 
-def _strided(iterator: Iterator[Any], skip: int, count: int) -> Iterator[Any]:
-    """Every `count`-th sample, after skipping `skip`; never reads beyond the sample that it gives."""
-    while True:
-        for _ in range(skip):
-            if next(iterator, _END) is _END:
-                return
-        sample = next(iterator, _END)
-        if sample is _END:
-            return
-        yield sample
-        skip = count - 1
+class _Strided(Iterator[Any]):
+    """Every `count`-th sample of a dataset, from number `index` on; never reads beyond the sample that it gives.
+
+    Args:
+        given: how many it has given before; the iterator is behind these.
+    """
+
+    def __init__(self, iterator: Iterator[Any], index: int, count: int, given: int) -> None:
+        self._iterator, self._count, self.last = iterator, count, None
+        self._next = index + given * count  # number of the sample to give
+        self._read = self._next - count + 1 if given else 0  # samples that were read
+
+    def __next__(self) -> Any:
+        while self._read <= self._next:
+            self.last = next(self._iterator)
+            self._read += 1
+        self._next += self._count
+        return self.last
+
+    def others_have(self, stream: int, given: int, size: int) -> bool:
+        """Whether the first data rank, once the dataset has ended, has more batches of this size in its stream of this number."""
+        most = -(-(self._read - stream) // self._count)
+        return self._read > 0 and -(-most // size) > -(-given // size)

@@ -14,6 +14,7 @@ from echelon.contracts.overrides import overrides
 from echelon.data.chain import loaders_of
 from echelon.data.fingerprint import checksum, read_twice
 from echelon.data.loader import Loader
+from echelon.data.sampled import SampledLoader
 from echelon.loop.callback import Callback
 from echelon.loop.progress import Progress
 from echelon.loop.state import COUNTS, EntryPoint, PhaseState, State
@@ -52,6 +53,18 @@ def _seeds(dataloader: Any) -> list[int | None]:
     if overrides().observes:
         return []
     return [each.order.seed if isinstance(each, Loader) and each.options.dp is None else None for each in loaders_of(dataloader)]
+
+
+def drawn_by(dataloader: Any) -> list[str]:
+    """What the samplers of an epoch's loaders have drawn, which must be the same on all ranks."""
+    drawn = []
+    for each in loaders_of(dataloader):
+        if isinstance(each, SampledLoader):
+            try:
+                drawn.append(f"samples {each.checksum():08x}")
+            except UsageError as error:  # raised again when the samples are read, if all ranks have it
+                drawn.append(f"{error}")
+    return drawn
 
 
 def on_end(phase: str, used: int, *, ended: bool, is_last: bool, drops: bool) -> bool | None:

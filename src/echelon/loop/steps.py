@@ -47,11 +47,12 @@ class Steps:
         self.take = timed(state.timer, f"{stage.entry}.next(data_iter)", self.feed.__next__)
         meets = stage.inner.forward_is_collective or any(getattr(c, "meets_in_steps", False) is True for c in stage.callbacks)
         meets = meets or getattr(stage.phase_state.dataloader, "meets_in_steps", False)
+        loader = stage.phase_state.dataloader
         unsized = False  # the loaders have no length, so the ranks must agree batch by batch
         if not state.alone and (stage.trains or meets):  # ranks with fewer batches would leave the others waiting
-            remedy = "Give every rank a loader of the same length; echelon.Loader does."
-            unsized = agree.same_on_all(f"the number of {phase} steps of this epoch", self.feed.length, remedy) is None
-        loader = stage.phase_state.dataloader
+            remedy = "Give every rank a loader of the same length, whose sampler draws alike on all ranks; echelon.Loader does."
+            agree.same_on_all(f"the {phase} steps of this epoch", [self.feed.length, *agreements.drawn_by(loader)], remedy)
+            unsized = self.feed.length is None
         self._drops = isinstance(loader, StreamLoader) and loader.tail == "drop"
         fetch = own_fetch(stage, self.batches, always=unsized)
         self.fetch = partial(self._fetch_agreed, fetch) if unsized and fetch is not None else fetch
@@ -315,6 +316,8 @@ def open_feed(stage: Stage) -> Feed:
     for part in loaders_of(phase_state.dataloader):
         if isinstance(part, Loader):
             _check_tail(stage, part)
+        elif isinstance(part, StreamLoader):
+            part.pads = _weighs_padding(stage)
     loader, resumed = _resumed(stage)
     stage.call(stage.hooks.iter_start)
     move, stream = inner.placement(stage.phase)
@@ -380,9 +383,13 @@ def check_evaluation(stage: Stage) -> None:
             _check_tail(stage, part)
 
 
-def _check_tail(stage: Stage, loader: Loader) -> None:
+def _weighs_padding(stage: Stage) -> bool:
     inner = stage.inner
-    if inner.weighs_padding or (inner.weighs_padding_in_evaluation and not stage.trains):
+    return bool(inner.weighs_padding or (inner.weighs_padding_in_evaluation and not stage.trains))
+
+
+def _check_tail(stage: Stage, loader: Loader) -> None:
+    if _weighs_padding(stage):
         return
     if loader.pads or (stage.trains and loader.is_uneven):
         raise LoopError(

@@ -18,6 +18,7 @@ from echelon.common.errors import TrainerError
 from echelon.compat.trainer.launched import Work, state_of
 from echelon.compat.trainer.rebuild import Parcel, own_attributes, pack, rebuild, unpack
 from echelon.contracts.overrides import overrides
+from echelon.data.loader import Loader
 from echelon.data.replayed import Replayed
 from echelon.data.torch_loader import as_loader, is_distributed
 from echelon.loop.auto.auto import AutoUnit
@@ -234,9 +235,11 @@ def shared(loader: Any, data_size: int, accumulation: int, *, trains: bool = Fal
     if ranks == 1 and global_batch is None:
         return Replayed(loader) if trains and not hasattr(loader, "state_dict") else loader
     why = f"cannot be divided between {ranks} ranks: every one would see the same samples"
-    made = as_loader(loader, global_batch or (loader.batch_size or 1) * ranks * accumulation, accumulation, why)
+    batch = global_batch or (loader.batch_size or 1) * ranks * accumulation
+    made = as_loader(loader, batch, accumulation, why, together=ranks)
     made.samples_of_a_rank = (loader.batch_size or 1) * accumulation
-    made.accept_changes |= {"global_batch"}  # it follows from the ranks, as in Lightning; the table of changes shows it
+    if isinstance(made, Loader):
+        made.accept_changes |= {"global_batch"}  # it follows from the ranks, as in Lightning; the table of changes shows it
     return made
 
 

@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
 import transformers
 from torch.utils.data import IterableDataset, RandomSampler, SequentialSampler
@@ -16,10 +15,8 @@ from transformers import trainer_utils
 from echelon.common.errors import UsageError
 from echelon.data.loader import Loader
 from echelon.data.options import LoaderOptions
-from echelon.data.order import SampleOrder
+from echelon.data.sampled import SampledLoader
 from echelon.data.stream import StreamLoader, is_divided
-from echelon.data.views import Ordered
-from echelon.world import rng
 
 __all__ = ["InTurn", "Shuffled", "columns_of", "default_collator", "loader_of", "places_of", "without_adapters"]
 
@@ -58,13 +55,11 @@ def loader_of(
         data_ranks: how many ranks have different samples.
         sampler: a script's own, over the samples of all ranks.
     Raises:
-        UsageError: the dataset has no column that the model takes, or fewer samples than one update.
+        UsageError: the dataset has no column that the model takes, or drop_last would drop all its samples.
     """
     if columns is not None:
         dataset, collator = _with_columns(dataset, collator, columns)
     each = args.per_device_train_batch_size if trains else args.per_device_eval_batch_size
-    if sampler is not None:
-        dataset = _Sampled(dataset, sampler)
     accumulation = args.gradient_accumulation_steps if trains else 1
     given: dict[str, Any] = {
         "accumulate": accumulation,
@@ -82,18 +77,23 @@ def loader_of(
         return stream
     shuffles = trains and args.train_sampling_strategy != "sequential"
     count = len(sampler) if sampler is not None else len(dataset)
-    if count < size and (shuffles or given["tail"] == "drop"):
+    least = each * data_ranks if args.dataloader_drop_last else 1
+    if count < least:
         phase = "train" if trains else "eval"
         raise UsageError(
-            f"the {phase}_dataset must hold at least one batch of {each} x {data_ranks} ranks x {accumulation} accumulation "
-            f"steps, got {count} samples. Give a smaller per_device_{phase}_batch_size."
+            f"the {phase}_dataset must hold at least one batch of {each} x {data_ranks} ranks with dataloader_drop_last=True, "
+            f"got {count} samples. Give a smaller per_device_{phase}_batch_size, or leave out dataloader_drop_last."
         )
     seed = args.data_seed if args.data_seed is not None else args.seed
     # Fewer ranks keep the global batch (`saving.ranks_that_share`). Another one is the script's choice and counts from here on.
     options = LoaderOptions(accept_changes={"global_batch"})
     if accumulation > 1:  # drop only what fills no micro-batch of all ranks; the last update may have fewer
         given["tail"] = "keep"
-    loader = Loader(dataset, size, seed=seed, shuffle=shuffles, options=options, **given)
+    given |= {"seed": seed, "options": options}
+    if sampler is not None:
+        loader: Loader = SampledLoader(dataset, sampler, size, **given)
+    else:
+        loader = Loader(dataset, size, shuffle=shuffles, **given)
     if args.dataloader_drop_last and accumulation > 1:
         loader.multiple = each * data_ranks
     loader.samples_of_a_rank = each * accumulation
@@ -122,50 +122,6 @@ class Shuffled(RandomSampler):
 
 class InTurn(SequentialSampler):
     """The same for train_sampling_strategy="sequential"."""
-
-
-class _Sampled(Ordered):
-    """A dataset in a sampler's order, which is drawn anew for each epoch and is the same on all ranks."""
-
-    def __init__(self, dataset: Any, sampler: Any) -> None:
-        self.dataset, self.sampler = dataset, sampler
-
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    def __getitem__(self, index: int) -> Any:
-        return self.dataset[index]
-
-    def order(self, seed: int, *, shuffle: bool) -> SampleOrder:
-        return _SamplerOrder(self.sampler, seed)
-
-
-class _SamplerOrder:
-    def __init__(self, sampler: Any, seed: int) -> None:
-        self.length, self.seed, self.identity = len(sampler), seed, f"sampler {type(sampler).__qualname__}"
-        self._sampler = sampler
-        self._drawn: tuple[int, Any] = (-1, None)
-
-    def at(self, epoch: int, positions: Any) -> Any:
-        if self._drawn[0] != epoch:
-            self._drawn = epoch, self._draw(epoch)
-        return self._drawn[1][positions]
-
-    def _draw(self, epoch: int) -> Any:
-        """
-        Raises:
-            UsageError: the sampler gives another number of samples than its length.
-        """
-        with rng.unchanged():
-            transformers.set_seed(self.seed + epoch)
-            if isinstance(generator := getattr(self._sampler, "generator", None), torch.Generator):
-                generator.manual_seed(self.seed + epoch)
-            if hasattr(self._sampler, "set_epoch"):
-                self._sampler.set_epoch(epoch)
-            indices = np.fromiter(self._sampler, dtype=np.int64)
-        if len(indices) != self.length:
-            raise UsageError(f"{self.identity} must give as many samples as its length, {self.length}, got {len(indices)}.")
-        return indices
 
 
 def _with_columns(dataset: Any, collator: Callable[[list[Any]], Any], columns: list[str]) -> tuple[Any, Any]:

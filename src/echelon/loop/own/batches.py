@@ -18,6 +18,7 @@ from echelon.data.chain import Chain, loaders_of
 from echelon.data.loader import Loader
 from echelon.data.parts import Padding
 from echelon.data.prefetch import samples_by_batch
+from echelon.data.stream import StreamLoader
 from echelon.data.torch_loader import as_loader, is_distributed
 from echelon.loop.own.loop_unit import LoopUnit
 from echelon.loop.own.session import kept_for
@@ -106,6 +107,8 @@ class EvaluationBatches(_Batches):
             _ = self.loader.dp  # raises if the ranks cannot divide its batches
         prepared = self._unit.prepared
         in_step = prepared.forward_is_collective and (gradients or trains or prepared.before_evaluation())
+        if isinstance(self.loader, StreamLoader):
+            self.loader.pads = in_step  # then told of, where another rank would wait
         if in_step and getattr(self.loader, "pads", False):
             raise OwnLoopError(_TOO_FEW + (_APART if gradients or trains else ""))
         return in_step
@@ -217,7 +220,8 @@ def check_shares(loader: DataLoader[Any], unit: LoopUnit) -> None:
         UsageError: the ranks cannot share its batches evenly.
     """
     size = unit.data_rank_and_size
-    if size is not None and not is_distributed(loader) and (loader.batch_size or 1) % size[1]:
+    by_batches = loader.batch_size is None  # of any sizes, which the ranks share unevenly
+    if size is not None and not by_batches and not is_distributed(loader) and (loader.batch_size or 1) % size[1]:
         raise OwnLoopError(
             f"the DataLoader's batch_size must be a multiple of the {size[1]} ranks that share each batch, got "
             f"{loader.batch_size}. Choose another, or give a DistributedSampler: its batch_size is each rank's."
