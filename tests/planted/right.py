@@ -263,6 +263,39 @@ class Taught(Auto):
                 mean.lerp_(parameter, 0.1)
 ech.train(Taught(), loader(), max_epochs=1)
 
+# %% right_parameter_of_an_output
+# The loop's variables hold a parameter that the forward pass gives: under fsdp its memory is freed between two passes.
+class Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.scales = model(), nn.Parameter(torch.zeros(2))
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.net(x), self.scales
+net = Two()
+net, optimizer, batches = ech.prepare(net, torch.optim.AdamW(net.parameters(), 1e-2), loader(), layout="fsdp")
+for _ in ech.epochs(batches, 3):
+    for x, y in batches:
+        with ech.window(net) as window:
+            out, scales = net(x)
+            window.backward(nn.functional.mse_loss(out, y) * (-scales[0]).exp() + scales[0] + scales[1] ** 2)
+            optimizer.step()
+            optimizer.zero_grad()
+
+# %% right_small_epoch: two
+# Lightning shuffles in another order on two ranks than in one process, and all updates of an epoch are compared.
+import echelon.compat.lightning.pytorch as pl
+class Regression(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = model()
+    def training_step(self, batch: Batch, i: int) -> torch.Tensor:
+        return nn.functional.mse_loss(self.net(batch[0]), batch[1])
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 0.1)
+pl.seed_everything(1)
+trainer = pl.Trainer(max_epochs=1, accelerator="cpu", devices=1, logger=False, enable_checkpointing=False, enable_progress_bar=False)
+trainer.fit(Regression(), DataLoader(Rows(48), 8, shuffle=True))
+
 # %% right_two_optimizers: two
 # A step of one's own with two optimizers, dropout that nobody seeds, a schedule in a hook, and no loss that is told.
 def net(outputs: int) -> nn.Module:
@@ -300,6 +333,23 @@ with torch.no_grad():
     module[0].weight.copy_(torch.from_numpy(np.random.normal(0, 0.5, module[0].weight.shape)))
 name = f"run-{random.random()}"
 ech.train(Auto(module=module, layout="ddp"), ech.Loader(Noisy(), 16), max_epochs=1)
+
+# %% right_weight_in_a_variable: two
+# Padded rows in a loop at the top of the script: the weight of a batch is a variable, which prove puts back after each try.
+rows = [torch.arange(i % 9, i % 9 + 3 + i * 5 % 7) % 11 + 1 for i in range(96)]
+def collate(samples: list[torch.Tensor]) -> torch.Tensor:
+    return nn.utils.rnn.pad_sequence(samples, True)
+torch.manual_seed(0)
+net = nn.Sequential(nn.Embedding(12, 8), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 12))
+net, optimizer, batches = ech.prepare(net, torch.optim.SGD(net.parameters(), 0.1), ech.Loader(rows, 16, collate_fn=collate))
+for _ in ech.epochs(batches, 2):
+    for words in batches:
+        count = (words[:, 1:] != 0).sum()
+        with ech.window(net, weight=count) as window:
+            logits = net(words[:, :-1])
+            window.backward(nn.functional.cross_entropy(logits.flatten(0, 1), words[:, 1:].flatten(), ignore_index=0))
+            optimizer.step()
+            optimizer.zero_grad()
 
 # %% right_worker_seeds: two
 # Data workers that their init function seeds by their number and their rank, in every epoch alike.

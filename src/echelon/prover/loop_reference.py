@@ -51,7 +51,7 @@ class Plain:
     scale: float = 1.0
     loss: torch.Tensor | None = None
     norm: float | None = None
-    weight: Any = None  # of the batch, as the loop gives it
+    weight: float | None = None  # of the batch, as the loop gives it
 
 
 class PlainWindow(OwnWindow):
@@ -61,7 +61,8 @@ class PlainWindow(OwnWindow):
         session, unit, plain = self._session, self._session.unit, self._plain
         session.enter(self)
         self.is_open, self.update, self.is_last = True, unit.window.updates, plain.is_last
-        plain.weight = unit.weight(session.batch) if self._weight is None else self._weight
+        # A number: the tensor may be a variable of the script, whose value is put back after a pass that was only tried.
+        plain.weight = float(unit.weight(session.batch) if self._weight is None else self._weight)
         if plain.computes is not None:
             self._contexts = (plain.computes.autocast(unit.device),)
             self._contexts[0].__enter__()

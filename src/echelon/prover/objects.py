@@ -149,7 +149,9 @@ def is_state(value: Any) -> bool:
     """Whether a value can be copied and put back: plain values and tensors, and containers of only these."""
     if isinstance(value, torch.Tensor):
         is_plain = type(value) in (torch.Tensor, nn.Parameter, nn.Buffer) and value.layout is torch.strided
-        return is_plain and value.grad_fn is None and not value.is_meta  # a meta tensor has no values
+        if not is_plain or value.grad_fn is not None or value.is_meta:  # a meta tensor has no values
+            return False
+        return not value.numel() or value.untyped_storage().nbytes() > 0  # a gathered parameter's memory is freed after a pass
     if isinstance(value, np.ndarray):
         return value.dtype.kind in "biuf"
     if type(value) in (list, tuple, deque, set):

@@ -68,7 +68,7 @@ class Seen:
         rows: their checksums, in their order.
         shapes: of their tensors; several if batches are padded to widths of their own.
         values: their floating-point numbers, up to a limit; only for an epoch.
-        repeats: whether another epoch has the same samples.
+        repeats: whether another reading has the same samples; in the same order, unless it is of an epoch.
     """
 
     rows: list[int] = field(default_factory=list)
@@ -121,7 +121,9 @@ def read_alone(replay: Replay, count: int | None) -> dict[str, Any]:
             # Workers may be seeded alike for every epoch, and a Loader seeds each sample.
             is_seeded = count is not None or getattr(dataloader, "num_workers", 0) > 0
             if seen is not None and again is not None and (not is_seeded or reads_alike(dataloader)):
-                seen.repeats = Counter(seen.rows) == Counter(again.rows)
+                # The first samples may be all of a small epoch: then only their order tells whether a Loader decides it.
+                in_order = seen.rows == again.rows
+                seen.repeats = in_order if count is not None else Counter(seen.rows) == Counter(again.rows)
         size = len(dataloader.dataset) if isinstance(dataloader, Loader) else None
         return {"seen": seen, "keeps": kept_by_reading(dataloader), "size": size}
 
