@@ -445,6 +445,23 @@ def padded(rows):
     return nn.utils.rnn.pad_sequence(bags, batch_first=True), lengths, torch.stack(y)
 ech.train(Told(module=model(), layout="ddp"), ech.Loader(bags, 16, collate_fn=padded), max_epochs=1)
 
+# %% beside
+# Another loader is read beside the training loader; with "noisy" its samples draw, so that one process would go by micro-batches.
+import sys
+class Unlabelled(Rows):
+    def __getitem__(self, i: int) -> torch.Tensor:
+        return self.x[i] + 0.1 * torch.randn(4) if "noisy" in sys.argv else self.x[i]
+net = model()
+optimizer = torch.optim.SGD(net.parameters(), 0.1)
+others = DataLoader(Unlabelled(), 12, shuffle=True)
+net, optimizer, batches, others = ech.prepare(net, optimizer, loader(), others)
+for (x, y), z in zip(batches, others, strict=False):
+    with ech.window(net) as window:
+        out = net(torch.cat([x, z]))
+        window.backward(nn.functional.mse_loss(out[: len(x)], y) + out[len(x) :].square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+
 # %% paired
 # Draws that are no sample's own.
 class Paired(Auto):

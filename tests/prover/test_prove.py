@@ -159,6 +159,8 @@ CASES: list[tuple[str, dict[str, Any], str, tuple[str, ...]]] = [
     ("drawing", {"updates": 1}, "right", ("same random numbers",)),
     ("speaking", {"updates": 1}, IN_PART, ("not tested",)),
     ("paired", {"updates": 1}, IN_PART, ("not tested", "rand")),
+    ("beside", {"accumulation": [1, 2]}, "agrees, not possible", ("another loader beside", "several in an update")),
+    ("beside noisy", {}, "undecided", ("another loader beside", "it draws random numbers")),
     ("levels", {"updates": 1}, "right", ()),
     ("looked_at", {"updates": 1, "layouts": ["fsdp"], "sgd": True}, "right", ()),
     ("torchtnts", {"updates": 1, "layouts": ["fsdp"], "sgd": True}, "right", ()),

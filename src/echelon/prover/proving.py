@@ -54,6 +54,10 @@ _IN_TURN = (
     "in a loop of its own with several optimizers and accumulation, a loss follows other steps than in one process. Rows without "
     "accumulation are compared. All rows are for a unit, whose compute_losses fixes the order."
 )
+_BESIDE = (
+    "the loop reads another loader beside the training loader, one batch with each micro-batch, and {why}: one process would pair "
+    "other batches. A data set whose samples hold one of each loader's can be compared."
+)
 
 
 class Proving:
@@ -208,6 +212,9 @@ class Proving:
             return
         if records[0].kind is UnitKind.LOOP_OF_SEVERAL and (row.accumulation or records[0].accumulation) > 1:
             result.verdict, result.message = "not possible", _IN_TURN
+            return
+        if records[0].reads_beside and (otherwise := _pairs_otherwise(ran)) is not None:
+            result.verdict, result.message = otherwise[0], _BESIDE.format(why=otherwise[1])
             return
         self._say_how(ran)
         self._draws = ran.drew or ran.row.constant_draws
@@ -525,3 +532,14 @@ class Proving:
         last = load_values(ran.folder / f"update-{verdict.updates - 1:03d}.pt")["parameters"]
         known = self._bitwise.setdefault(ran.row.optimizer, last)
         return known is last or all(torch.equal(last[n], known[n]) for n in known)
+
+
+
+def _pairs_otherwise(ran: RowRun) -> tuple[str, str] | None:
+    """The verdict, and why one process would meet other batches of a loader beside the training loader; None if it would not."""
+    updates = [update for record in ran.records if not record.is_replica for update in record.updates]
+    if any(len(update) > 1 for update in updates):
+        return "not possible", "there are several in an update"
+    # With draws, one process goes by the ranks' micro-batches, of which each would take a whole batch of the other loader.
+    is_apart = len(updates) > len(ran.records[0].updates)
+    return ("undecided", "it draws random numbers") if is_apart and (ran.has_streams or ran.row.constant_draws) else None

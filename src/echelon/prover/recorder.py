@@ -389,6 +389,8 @@ class StepRecorder(Callback):
         is_own = UnitKind.of(self._unit) is UnitKind.STEP
         given = step_under_way(state.train_state).samples if is_own else self._unit.samples_given
         epoch = self._unit.train_progress.num_epochs_completed
+        if UnitKind.of(self._unit).is_loop:
+            self.record.reads_beside |= any(each.is_read_beside for each in self._unit.beside)
         self._micros.append(Micro.of(data, given, weight, number_in(loss), drawn, epoch, kept))
 
     # --- during training

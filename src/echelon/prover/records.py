@@ -74,6 +74,7 @@ class RankRecord:
     rates: list[list[float]] = field(default_factory=list)  # learning rates of the first optimizer's groups, by update
     is_double: bool = False  # the script computes in float64 by itself, which was not asked for
     evaluates: bool = False  # the loop evaluates the unit among the updates that are compared
+    reads_beside: bool = False  # a loop of its own reads another loader beside the training loader, as by `zip`
     communicates: bool = False  # its steps use SyncBatchNorm, or collectives that the script calls itself
     rng_differs: bool = False  # ranks that share samples draw other numbers for them than one process
     constant_draws: bool = False  # random operators gave a sample the same numbers in any batch

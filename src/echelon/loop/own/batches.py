@@ -82,12 +82,14 @@ class EvaluationBatches(_Batches):
     Args:
         number: the loader's number, from 1. It gives a shuffling DataLoader an order of its own; if it is read beside the
             training loader, a sample is then not paired with itself.
+    Attributes:
+        is_read_beside: the current iteration began with gradients enabled, so within training.
     """
 
     def __init__(self, loader: Any, unit: LoopUnit, number: int) -> None:
         super().__init__(self._divided(loader, unit, number), loader)
         self._unit = unit
-        self._is_read_beside = False  # the current iteration began with gradients enabled, so within training
+        self.is_read_beside = False
         self._at: tuple[int, int] | None = None  # epoch and position of such an iteration at the end of the latest window
         self._saved: dict[str, Any] | None = None  # position of such an iteration in the restored run
         self._check(gradients=False, trains=False)
@@ -149,14 +151,14 @@ class EvaluationBatches(_Batches):
                     raise OwnLoopError(_TOO_FEW)
         finally:
             unit.evaluated = unit.samples_given = None
-            self._is_read_beside = False
+            self.is_read_beside = False
 
     def _begin(self) -> None:
         """Set the order and position of an iteration. The order follows from the number of updates, so that a shuffling loader
         has another each time, and the same after a restart. A loader read beside the training loader resumes where it stood.
         """
-        self._is_read_beside = torch.is_grad_enabled()
-        saved, self._saved = (self._saved, None) if self._is_read_beside else (None, self._saved)
+        self.is_read_beside = torch.is_grad_enabled()
+        saved, self._saved = (self._saved, None) if self.is_read_beside else (None, self._saved)
         if saved is not None:
             self.loader.load_state_dict(saved)
             return
@@ -166,7 +168,7 @@ class EvaluationBatches(_Batches):
 
     def note(self) -> None:
         """Note the position at a window's end: batches read later belong to the next window."""
-        there = self._is_read_beside and isinstance(self.loader, Loader)
+        there = self.is_read_beside and isinstance(self.loader, Loader)
         self._at = (self.loader.epoch, self.loader.position) if there else None
 
     def where(self) -> dict[str, Any]:
