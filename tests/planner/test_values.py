@@ -148,6 +148,22 @@ def test_what_is_only_read_stays_known() -> None:
         assert rows.tolist() == [0, 1, 2, 3] and changed.view(4, 6)[:, mask].shape == (4, 2) and mode.read == 0
 
 
+def test_a_number_that_an_operator_on_a_list_changes_stays_known() -> None:
+    """NAdam divides by 1 minus a running product, which is 1 as long as it is not known."""
+    with pretended_world(4) as mode, mode:
+        products = [torch.ones(()), torch.ones(())]
+        torch._foreach_mul_(products, [0.5, 0.25])
+        torch._foreach_add_(products, 1)
+        assert [product.item() for product in products] == [1.5, 1.25] and mode.read == 0
+        layer = nn.Linear(200, 200)
+        optimizer = torch.optim.NAdam(layer.parameters(), foreach=True)
+        for _ in range(2):
+            layer(torch.ones(2, 200)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert optimizer.state[layer.weight]["step"].item() == 2
+
+
 def test_lists_of_numbers_are_read() -> None:
     with pretended_world(4) as mode, stand_ins(mode, gpus=0), mode:
         lengths = torch.arange(3)

@@ -103,6 +103,16 @@ class Values:
         except Exception:  # evenly chosen numbers may not suit the script: the output is then unknown
             return None
 
+    def _changes_known(self, op: Any, args: Any, kwargs: Any) -> bool:
+        """Whether an operator that returns nothing could change the known values of all its arguments, as it now has."""
+        if any(self.of(tensor) is None for tensor in tensors_in((args, kwargs))):
+            return False
+        with contextlib.suppress(Exception), self._computing():
+            args, kwargs = tree_map_only(torch.Tensor, self.of, (args, kwargs))
+            op(*args, **kwargs)
+            return True
+        return False
+
     def _known_or_one(self, tensor: torch.Tensor) -> torch.Tensor:
         value = self.of(tensor)
         return value if value is not None else torch.ones((), dtype=tensor.dtype).expand(tensor.shape)
@@ -117,9 +127,13 @@ class Values:
         first = next(tensors_in((args, kwargs)), None)
         is_new = first is None or op.overloadpacket in _LIKE
         if first is None or is_new or self.of(first) is not None:  # a cheap test first: this runs for every operator
-            results = list(tensors_in(made))
+            # Operators on lists return nothing: an optimizer counts its steps by `_foreach_add_`.
+            in_lists = not op._schema.returns
+            results = changed_by(op, args, kwargs) if in_lists else list(tensors_in(made))
             floats = _MOST_NEW if is_new else _MOST_FLOATS
             if results and all(each.numel() <= (floats if _is_float(each) else _MOST) for each in results):
+                if in_lists and self._changes_known(op, args, kwargs):
+                    return
                 given = self.given_by(op, args, kwargs)
         if op is aten.lift_fresh.default and not self._is_fake(args[0]) and args[0].numel() <= _MOST_NEW:
             given = args[0]  # a number in the script, also a float: torch.tensor(0.5), mask[at] = 0.5
