@@ -114,11 +114,13 @@ def _goes_on_beside(order: str, folder: str, killed_at: int) -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize("order", ["first", "second", "by hand"])
-@pytest.mark.parametrize("killed_at", [4, 9])
+@pytest.mark.parametrize("killed_at", [4, 7, 9])
 def test_a_loader_that_is_read_beside_the_training_loader_goes_on_where_it_stood(
     order: str, killed_at: int, ranks: Ranks, tmp_path: Any
 ) -> None:
-    """As batches without labels in FixMatch. It began its epoch anew after a restart, with pairs that the whole run never had."""
+    """As batches without labels in FixMatch. It began its epoch anew after a restart, with pairs that no whole run had; and
+    after a restart at the end of an epoch, it went on where that epoch had left it, so that `zip` skipped the next one.
+    """
     for number in (1, 2):
         for want, got in ranks(number, _goes_on_beside, order, str(tmp_path / str(number)), killed_at):
             assert got == want

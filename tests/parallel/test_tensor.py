@@ -228,3 +228,37 @@ def _rounded_once() -> tuple[bool, bool]:
 def test_gradients_of_what_ranks_share_are_rounded_once(ranks: Ranks) -> None:
     """In 16 bits, a sum over the ranks would round at each of them."""
     assert ranks(4, _rounded_once) == [(True, False)] * 4
+
+
+class _Dropping(nn.Module):
+    """Dropout before, between and after split layers: in a sequence, and in a module with one dropout for all three places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.drop, self.act = nn.Dropout(0.4), nn.GELU()
+        self.fc1, self.fc2 = nn.Linear(4, 8), nn.Linear(8, 4)
+        self.last = nn.Sequential(nn.Dropout(0.4), nn.Linear(4, 8), nn.ReLU(), nn.Dropout(0.4), nn.Linear(8, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden: torch.Tensor = self.drop(self.fc2(self.drop(self.act(self.fc1(self.drop(x))))))
+        return torch.utils.checkpoint.checkpoint(self.last, hidden, use_reentrant=False)  # which may stop before its end
+
+
+def _dropped_between() -> list[float]:
+    one, apart = _Dropping().double(), []
+    module = ech.layouts.prepare_module(_Dropping().double(), CPU, layout=ech.Layout(tp=-1))
+    x = torch.randn(16, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    for seed in (5, 6):  # the second pass comes after a recomputation
+        outputs = []
+        for each in (module, one):
+            torch.manual_seed(seed)
+            outputs.append(each(x))
+            outputs[-1].square().sum().backward()
+        apart.append(float((outputs[0] - outputs[1]).abs().max()))
+    return apart
+
+
+def test_dropout_between_split_layers_drops_what_one_process_drops(ranks: Ranks) -> None:
+    """Each rank drew the mask of its own part from the same numbers: pairs of units always fell together."""
+    assert ranks(2, _dropped_between) == [pytest.approx([0.0, 0.0], abs=1e-12)] * 2

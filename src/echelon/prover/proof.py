@@ -136,8 +136,8 @@ class Result:
 
     Args:
         verdict: "agrees", "bit-equal", `by_float64()`, "DIFFERS", "in part" (what was compared agrees; the message says what
-            could not be tested), "undecided" (nothing could be compared, since rounding or another order of draws changes all), "failed", or
-            "not possible": the layout refuses this model or world.
+            could not be tested), "undecided" (nothing could be compared, since rounding or another order of draws changes all),
+            "failed", or "not possible": the layout refuses this model or world.
         loss, gradient, parameter: largest relative differences from one process over all updates.
         of_tolerance: the largest share of its tolerance that a value used.
         first: what differs first.

@@ -55,8 +55,8 @@ _IN_TURN = (
     "accumulation are compared. All rows are for a unit, whose compute_losses fixes the order."
 )
 _BESIDE = (
-    "the loop reads another loader beside the training loader, one batch with each micro-batch, and {why}: one process would pair "
-    "other batches. A data set whose samples hold one of each loader's can be compared."
+    "the loop reads another loader beside the training loader, one batch with each micro-batch, and {why}: one process would "
+    "pair other batches. A data set whose samples hold one of each loader's can be compared."
 )
 
 
@@ -532,7 +532,6 @@ class Proving:
         last = load_values(ran.folder / f"update-{verdict.updates - 1:03d}.pt")["parameters"]
         known = self._bitwise.setdefault(ran.row.optimizer, last)
         return known is last or all(torch.equal(last[n], known[n]) for n in known)
-
 
 
 def _pairs_otherwise(ran: RowRun) -> tuple[str, str] | None:

@@ -151,7 +151,8 @@ class EvaluationBatches(_Batches):
                     raise OwnLoopError(_TOO_FEW)
         finally:
             unit.evaluated = unit.samples_given = None
-            self.is_read_beside = False
+            # What is read after a restart is another iteration, as without one: `zip` begins anew in each epoch.
+            self.is_read_beside, self._at = False, None
 
     def _begin(self) -> None:
         """Set the order and position of an iteration. The order follows from the number of updates, so that a shuffling loader

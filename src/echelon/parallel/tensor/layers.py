@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = [
+    "DropoutOfPart",
     "PartOfSequence",
     "exchanged",
     "first_of",
@@ -32,6 +33,7 @@ __all__ = [
     "is_transposed",
     "shared_axis",
     "split_dims",
+    "split_features",
     "split_outputs",
     "with_first",
 ]
@@ -149,6 +151,7 @@ class _Colwise(_Split):
         super().__init__(layer, axis)
         self.style, self._sequence = style, sequence
         self._reads_words = isinstance(layer, nn.Embedding)
+        self.features: _PartOfFeatures | None = None  # with dropout before the "rowwise" layer beside it
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         first = first_of(args, kwargs)
@@ -157,6 +160,8 @@ class _Colwise(_Split):
         x = first if self._reads_words or in_parts else entered(first, self.axis)
         bias = getattr(self.layer, "bias", None)
         out = self._run(x, (args, kwargs), {"weight": _local(self.layer.weight), "bias": None if bias is None else _local(bias)})
+        if self.features is not None:
+            self.features.begin(out)
         return out if self.style == "colwise" else traffic.gathered(out, self.axis, -1)
 
 
@@ -165,11 +170,14 @@ class _Rowwise(_Split):
 
     def __init__(self, layer: nn.Module, axis: Axis, takes_part: bool, sequence: PartOfSequence | None) -> None:
         super().__init__(layer, axis)
-        self._takes_part, self._sequence = takes_part, sequence
+        self.takes_part, self._sequence = takes_part, sequence
+        self.features: _PartOfFeatures | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if self.features is not None:
+            self.features.end()
         first = first_of(args, kwargs)
-        x = traffic.part(first, self.axis, -1) if self._takes_part else first
+        x = traffic.part(first, self.axis, -1) if self.takes_part else first
         out = self._run(x, (args, kwargs), {"weight": _local(self.layer.weight), "bias": None})
         bias: Any = getattr(self.layer, "bias", None)
         if self._sequence is not None and self._sequence.is_split:
@@ -232,6 +240,62 @@ def entered(x: torch.Tensor, axis: Axis) -> torch.Tensor:
         known = (axis, x._version, traffic.same(x, axis))
         setattr(x, _ENTERED, known)
     return known[2]
+
+
+class _PartOfFeatures:
+    """Between a "colwise" layer and the "rowwise" one beside it, features are this rank's part of that layer's outputs.
+
+    Dropout there draws the mask of all of them on each rank, as a single process does: with a mask for its part alone, each rank
+    would drop the same units of its part as the others, since they draw the same numbers.
+    """
+
+    def __init__(self, axis: Axis) -> None:
+        self._axis, self._width, self._dims = axis, 0, 0
+
+    def begin(self, hidden: torch.Tensor) -> None:
+        self._width, self._dims = hidden.shape[-1], hidden.dim()
+
+    def end(self, *_: Any) -> None:
+        self._width = 0
+
+    def is_part(self, tensor: torch.Tensor) -> bool:
+        return tensor.dim() == self._dims and tensor.shape[-1] == self._width > 0
+
+    def dropout(self, hidden: torch.Tensor, p: float) -> torch.Tensor:
+        shape = (*hidden.shape[:-1], hidden.shape[-1] * self._axis.size)
+        return hidden * traffic.part(F.dropout(torch.ones(shape, dtype=hidden.dtype, device=hidden.device), p), self._axis, -1)
+
+
+class DropoutOfPart:
+    """Replaces a dropout's `forward`: where its input is a part of a tensor, it drops what a single process drops there."""
+
+    def __init__(self, layer: nn.Dropout, part: PartOfSequence | _PartOfFeatures) -> None:
+        self._layer, self._part, self._forward = layer, part, layer.forward
+
+    def __call__(self, input: torch.Tensor) -> torch.Tensor:
+        if self._layer.training and self._layer.p and self._part.is_part(input):
+            return self._part.dropout(input, self._layer.p)
+        return self._forward(input)
+
+
+def split_features(module: nn.Module, axis: Axis) -> None:
+    """Have dropout beside split layers know where features are a part. The layers must be split already."""
+    for parent in module.modules():
+        children = list(parent.children())
+        splits = [vars(child).get("forward") for child in children]
+        first = [each for each in splits if isinstance(each, _Colwise) and each.style == "colwise"]
+        last = [each for each in splits if isinstance(each, _Rowwise) and not each.takes_part]
+        drops = [each for each in children if isinstance(each, nn.Dropout) and type(each).forward is nn.Dropout.forward]
+        if not (first and last and drops):
+            continue
+        features = _PartOfFeatures(axis)
+        for before in first:
+            before.features = features
+        for behind in last:
+            behind.features = features
+        for each in drops:
+            replace(each, "forward", "tensor", DropoutOfPart(each, features))
+        parent.register_forward_pre_hook(features.end)  # a recomputation may have stopped before the "rowwise" layer
 
 
 # A sequence split over the ranks that share layers, and its collectives: see `sequence`.

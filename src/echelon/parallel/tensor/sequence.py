@@ -18,7 +18,7 @@ from torch import nn
 
 from echelon.common.errors import TensorParallelError
 from echelon.parallel.patching import replace
-from echelon.parallel.tensor.layers import PartOfSequence, exchanged, first_of, with_first
+from echelon.parallel.tensor.layers import DropoutOfPart, PartOfSequence, exchanged, first_of, with_first
 
 __all__ = ["check_sequence", "split_sequence"]
 
@@ -121,7 +121,7 @@ def split_sequence(module: nn.Module, blocks: Sequence[str], styles: Mapping[str
         for name, each in module.get_submodule(block).named_modules():
             name = f"{block}.{name}" if name else block
             if isinstance(each, nn.Dropout):
-                replace(each, "forward", "sequence", _Dropout(each, part))
+                replace(each, "forward", "sequence", DropoutOfPart(each, part))
             elif name not in inside and any(True for _ in each.parameters(recurse=False)):
                 replace(each, "forward", "sequence", _OnPart(each, part))
     siblings = [name for name, _ in module.get_submodule(blocks[0].rpartition(".")[0]).named_children()]
@@ -230,18 +230,6 @@ class _Ends(_Hook):
         if isinstance(output, (tuple, list)):
             return type(output)([self._part.end(output[0]), *output[1:]])
         return self._part.end(output)
-
-
-class _Dropout:
-    """Replaces a dropout's `forward`."""
-
-    def __init__(self, layer: nn.Dropout, part: PartOfSequence) -> None:
-        self._layer, self._part, self._forward = layer, part, layer.forward
-
-    def __call__(self, input: torch.Tensor) -> torch.Tensor:
-        if self._layer.training and self._layer.p and self._part.is_part(input):
-            return self._part.dropout(input, self._layer.p)
-        return self._forward(input)
 
 
 class _OnPart:

@@ -29,6 +29,7 @@ from echelon.parallel.tensor.layers import (
     is_transposed,
     shared_axis,
     split_dims,
+    split_features,
     split_outputs,
 )
 from echelon.parallel.tensor.plans import ALIASES, STYLES, Plan, plan_of
@@ -113,6 +114,7 @@ def split_layers(module: nn.Module, chosen: Chosen, tp_mesh: DeviceMesh) -> None
             from torch.distributed.tensor.parallel import parallelize_module
 
             parallelize_module(layer, tp_mesh, style, src_data_rank=None)
+    split_features(module, axis)
     if sequence is not None:
         split_sequence(module, chosen.blocks, chosen.styles, sequence)
     _tie(module, tied)
