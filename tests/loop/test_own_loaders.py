@@ -59,6 +59,24 @@ def test_a_second_loader_that_shuffles_has_an_order_of_its_own_in_each_epoch(ran
         assert [sorted(a + b) for a, b in zip(first, second, strict=True)] == [sorted(each) for each in alone[epoch]]
 
 
+def _short_pairs(layout: str) -> dict[str, torch.Tensor]:
+    """Trains on pairs of two loaders whose last batches have one sample."""
+    x, y = batch(9, 0)
+    pairs = [DataLoader(TensorDataset(each), 4) for each in (x, y)]
+    model, optimizer, inputs, targets = prepared(*pairs, module=net(), layout=layout)
+    for _ in ech.epochs(inputs, 2):
+        for (x,), (y,) in zip(inputs, targets, strict=True):
+            step(model, optimizer, x, y)
+    return whole(model)
+
+
+@pytest.mark.parametrize("layout", ["ddp", "fsdp"])
+def test_a_pair_of_last_batches_may_have_fewer_samples_than_ranks(layout: str, ranks: Ranks) -> None:
+    alone = _short_pairs("none")
+    for trained in ranks(2, _short_pairs, layout):
+        assert largest_difference(trained, alone) < 1e-13
+
+
 class _Killed(Exception):
     pass
 

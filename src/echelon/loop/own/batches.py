@@ -111,7 +111,7 @@ class EvaluationBatches(_Batches):
         in_step = prepared.forward_is_collective and (gradients or trains or prepared.before_evaluation())
         if isinstance(self.loader, StreamLoader):
             self.loader.pads = in_step  # then told of, where another rank would wait
-        if in_step and getattr(self.loader, "pads", False):
+        if in_step and not (gradients and trains) and getattr(self.loader, "pads", False):
             raise OwnLoopError(_TOO_FEW + (_APART if gradients or trains else ""))
         return in_step
 
@@ -136,14 +136,17 @@ class EvaluationBatches(_Batches):
 
     def __iter__(self) -> Iterator[Any]:
         unit = self._unit
-        in_step = self._check(torch.is_grad_enabled(), unit.module.training)  # its dataset may have changed
+        gradients, trains = torch.is_grad_enabled(), unit.module.training
+        in_step = self._check(gradients, trains)  # its dataset may have changed
         self._begin()
         samples = samples_by_batch(self.loader)
         if isinstance(self.loader, Loader) and self.loader.samples < self.loader.dp[1]:
             unit.leaves_out_ranks = True
         try:
             for number, batch in enumerate(self.loader, 1):
-                if not isinstance(batch, Padding):
+                if gradients and trains and isinstance(batch, Padding):
+                    yield copy_data_to_device(batch.batch, unit.device)  # read beside the training loader, on all ranks alike
+                elif not isinstance(batch, Padding):
                     unit.evaluated = batch = copy_data_to_device(batch, unit.device)
                     unit.samples_given, unit.has_evaluated = samples(number), True
                     yield batch
