@@ -103,6 +103,8 @@ def _beside(order: str, folder: str | None, killed_at: int = 0) -> list[list[lis
             yield from (pair[::-1] for pair in zip(unlabelled, labelled, strict=False))
         else:
             nonlocal others
+            if order == "each epoch":
+                others = iter(unlabelled)
             for batch in labelled:
                 if (more := next(others, None)) is None:
                     others = iter(unlabelled)
@@ -131,7 +133,7 @@ def _goes_on_beside(order: str, folder: str, killed_at: int) -> tuple[Any, Any]:
     return whole[killed_at - 1 :], _beside(order, folder)
 
 
-@pytest.mark.parametrize("order", ["first", "second", "by hand"])
+@pytest.mark.parametrize("order", ["first", "second", "by hand", "each epoch"])
 @pytest.mark.parametrize("killed_at", [4, 7, 9])
 def test_a_loader_that_is_read_beside_the_training_loader_goes_on_where_it_stood(
     order: str, killed_at: int, ranks: Ranks, tmp_path: Any

@@ -92,6 +92,7 @@ class EvaluationBatches(_Batches):
         self.is_read_beside = False
         self._at: tuple[int, int] | None = None  # epoch and position of such an iteration at the end of the latest window
         self._saved: dict[str, Any] | None = None  # position of such an iteration in the restored run
+        self._epochs_begun = 0  # at their first batch
         self._check(gradients=False, trains=False)
 
     def _check(self, gradients: bool, trains: bool) -> bool:
@@ -135,10 +136,17 @@ class EvaluationBatches(_Batches):
         return loader
 
     def __iter__(self) -> Iterator[Any]:
+        return self._each(self._epochs_begun)
+
+    def epoch_begins(self) -> None:
+        """The loop begins an epoch at its first batch: as without a restart, an iteration made from now on begins anew."""
+        self._epochs_begun += 1
+
+    def _each(self, made_in: int) -> Iterator[Any]:
         unit = self._unit
         gradients, trains = torch.is_grad_enabled(), unit.module.training
         in_step = self._check(gradients, trains)  # its dataset may have changed
-        self._begin()
+        self._begin(goes_on=not made_in)
         samples = samples_by_batch(self.loader)
         if isinstance(self.loader, Loader) and self.loader.samples < self.loader.dp[1]:
             unit.leaves_out_ranks = True
@@ -157,12 +165,12 @@ class EvaluationBatches(_Batches):
             # What is read after a restart is another iteration, as without one: `zip` begins anew in each epoch.
             self.is_read_beside, self._at = False, None
 
-    def _begin(self) -> None:
+    def _begin(self, *, goes_on: bool) -> None:
         """Set the order and position of an iteration. The order follows from the number of updates, so that a shuffling loader
         has another each time, and the same after a restart. A loader read beside the training loader resumes where it stood.
         """
         self.is_read_beside = torch.is_grad_enabled()
-        saved, self._saved = (self._saved, None) if self.is_read_beside else (None, self._saved)
+        saved, self._saved = (self._saved, None) if self.is_read_beside and goes_on else (None, self._saved)
         if saved is not None:
             self.loader.load_state_dict(saved)
             return

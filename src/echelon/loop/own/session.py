@@ -168,6 +168,9 @@ class Session:
             run = self.ready()
             while run.ended != "finished" and not limits.is_complete(progress):
                 self._iterations = epoch = progress.num_epochs_completed
+                if not progress.num_steps_completed_in_epoch:
+                    for beside in self.unit.beside:
+                        beside.epoch_begins()
                 yield epoch - begun
                 self._settle()
                 if self._iterations == epoch:
