@@ -384,7 +384,9 @@ def what_is_said(how: str, layout: Any, hook: bool = False, direct: bool = False
     MODELS["shapes"] = lambda: module
 
     def train() -> None:
-        unit = (Direct if direct else Unit)("shapes", layout=layout, accumulate=2)
+        of_all = ech.layouts.ActivationCheckpointParams(check_fn=lambda part: isinstance(part, Shapes))
+        recompute = of_all if how == "recomputed" else None
+        unit = (Direct if direct else Unit)("shapes", layout=layout, accumulate=2, recompute=recompute)
         if how == "outside":
             unit.module(tokens(2, 0)[0])
         ech.train(unit, [tokens(2, 0), tokens(2, 1)], max_epochs=1)
@@ -407,6 +409,7 @@ REFUSED: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
     ("writes", {"pp": 2}, ("Shapes writes into a parameter of another stage than stage", "blocks.")),
     ("counts", {"pp": 2}, ("Shapes must give the same for the same batch", "changes from call to call")),
     ("outside", {"pp": 2}, ("Shapes", "2 stages", "compute_loss")),
+    ("recomputed", {"pp": 2}, ("lie in one stage of the pipeline, got Shapes, which spans several",)),
 ]
 
 

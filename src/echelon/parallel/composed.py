@@ -32,7 +32,7 @@ from echelon.parallel.guards.guard import SameDraws
 from echelon.parallel.meta.materialize import materialize, remember
 from echelon.parallel.patching import for_now
 from echelon.parallel.pipeline.pipeline import Pipeline
-from echelon.parallel.pipeline.plan import Stages, cut_into_stages, plan_stages
+from echelon.parallel.pipeline.plan import Stages, cut_into_stages, plan_stages, refuse_recomputed
 from echelon.parallel.pipeline.schedules import kind_named
 from echelon.parallel.pipeline.stages import Splits, check_splits
 from echelon.parallel.prepared import NO_CONTEXT, Form, MicroBatch, Place, Prepared, combined
@@ -369,6 +369,8 @@ class Layout(Strategy):
         if dims.cp > 1:
             check_context(module, recipe)
         stages, chosen = self._stages(module, dims), None
+        if stages is not None:
+            refuse_recomputed(module, stages, recipe.activation_checkpoint)
         if dims.tp > 1:
             chosen = check_tensor(module, self.plan, dims.tp, sequence_parallel=self.sequence_parallel)
         return stages, chosen

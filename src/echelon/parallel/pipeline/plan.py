@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -15,10 +16,11 @@ from echelon.parallel.pipeline.gates import cut, kept_by
 from echelon.parallel.pipeline.pipeline import Pipeline, Shared
 from echelon.parallel.pipeline.schedules import Kind, kind_named, stage_ranks
 from echelon.parallel.pipeline.stages import Splits, Unit, check_splits, units_of
+from echelon.parallel.recipe.activation import ActivationCheckpointParams
 from echelon.parallel.shards import set_apart
 from echelon.world.timeout import inherit_timeout
 
-__all__ = ["Stages", "cut_into_stages", "plan_stages"]
+__all__ = ["Stages", "cut_into_stages", "plan_stages", "refuse_recomputed"]
 
 
 @dataclass(frozen=True)
@@ -83,16 +85,31 @@ def cut_into_stages(module: nn.Module, plan: Stages, group: dist.ProcessGroup, d
     return Pipeline(module, made, plan.kind, plan.ranks, group, Shared(shared))
 
 
+def refuse_recomputed(module: nn.Module, plan: Stages, recomputed: ActivationCheckpointParams | None) -> None:
+    """Refuse to recompute modules that span several stages: the backward pass would call them again, outside of the schedule."""
+    chosen = recomputed.chosen(module) if recomputed is not None else []
+    for name in (name for name, part in _spanning(module, plan.units) if any(part is each for each in chosen)):
+        raise PipelineError(
+            f"recompute must choose modules that lie in one stage of the pipeline, got {name}, which spans several. Use "
+            "recompute='blocks', or choose modules within the blocks."
+        )
+
+
 def _refuse_hooks(module: nn.Module, units: list[Unit]) -> None:
     """Refuse hooks of modules that span several stages: in most stages the calls of such a module do not end."""
+    for name, part in _spanning(module, units):
+        kinds = ("_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
+        if hook_kinds := [kind for kind in kinds if getattr(part, kind, None)]:
+            raise PipelineError(
+                f"{name} has hooks ({', '.join(kind.strip('_').replace('_', ' ') for kind in hook_kinds)}), and spans several "
+                "stages: a pipeline would not run them. Register them on a module that lies in one stage."
+            )
+
+
+def _spanning(module: nn.Module, units: list[Unit]) -> Iterator[tuple[str, nn.Module]]:
+    """The modules that span several stages, with their names."""
     inside = {part for unit in units for part in unit.module.modules()}
     for name, part in module.named_modules():
         name = plain_name(name)
-        split = any(unit.name.startswith(f"{name}.") or not name for unit in units) and part not in inside
-        kinds = ("_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
-        if split and (hook_kinds := [kind for kind in kinds if getattr(part, kind, None)]):
-            what = f"{type(module).__name__}.{name}" if name else type(module).__name__
-            raise PipelineError(
-                f"{what} has hooks ({', '.join(kind.strip('_').replace('_', ' ') for kind in hook_kinds)}), and spans several "
-                "stages: a pipeline would not run them. Register them on a module that lies in one stage."
-            )
+        if part not in inside and any(unit.name.startswith(f"{name}.") or not name for unit in units):
+            yield f"{type(module).__name__}.{name}" if name else type(module).__name__, part
