@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -258,7 +259,41 @@ def test_a_teacher_of_another_kind_stays_whole(ranks: Ranks) -> None:
     assert ranks(2, _with_teacher) == [False, False]
 
 
-# --- values that are put into parameters
+# --- values that are put into parameters, or into their gradients
+
+
+def _surgery(layout: str) -> tuple[dict[str, torch.Tensor], str]:
+    """As PCGrad: gradients of each loss by themselves, changed, and put in place of those of the sum."""
+    model: Any = net()
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader: Any = DataLoader(TensorDataset(X, Y), 8)
+    inner, is_plain = model, layout == "plain"
+    if not is_plain:
+        model, optimizer, loader = ech.prepare(model, optimizer, loader, layout=layout)
+    try:
+        for x, y in loader:
+            with nullcontext() if is_plain else ech.window(model) as window:
+                loss, held = nn.functional.mse_loss(model(x), y), list(inner.last.parameters())
+                found = torch.autograd.grad(loss, held, retain_graph=True)
+                optimizer.zero_grad()
+                loss.backward() if is_plain else window.backward(loss)
+                for p, g in zip(held, found, strict=True):
+                    p.grad = 3 * (g if is_plain else ech.all_mean(g))
+                optimizer.step()
+    except UsageError as error:
+        return {}, str(error)
+    return whole(model), ""
+
+
+@pytest.mark.parametrize("layout", ["ddp", "fsdp"])
+def test_gradients_put_in_by_hand_are_stepped_or_refused(ranks: Ranks, layout: str) -> None:
+    """Under fsdp they were put into gathered parameters: not stepped, but added to the next pass."""
+    want = _surgery("plain")[0]
+    for got, said in ranks(2, _surgery, layout):
+        if layout == "fsdp":
+            assert "a gradient must not be put into a parameter of Net that was gathered for a pass" in said
+        else:
+            assert largest_difference(got, want) < 1e-12
 
 
 class Older(torch.optim.Optimizer):

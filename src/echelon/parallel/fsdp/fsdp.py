@@ -11,7 +11,7 @@ backward of a window's last micro-batch.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -101,7 +101,7 @@ class FSDPPrepared(Prepared[nn.Module]):
         self._same: SameGradients | None = None
         self._is_checked = self._is_known = self._compares_calls = False
         self.passes = GatheredInPasses(module)
-        self.guards += [SplitMessages(module), LostWrites(module, self.passes)]
+        self.guards += [SplitMessages(module), LostWrites(module, self.passes, set_on_gathered)]
         average_reads(self.data.groups)
         refuse_copies(module)
 
@@ -561,12 +561,22 @@ def forget_gradients(module: nn.Module) -> None:
     """Drop the gradients kept by a root of `fully_shard`. Call between two forward passes."""
     if hasattr(module, "reset_iter_state"):
         module.reset_iter_state()  # type: ignore[operator]
+    for parameter in _gathered_by_torch(module):
+        parameter.unsharded_accumulated_grad = None
+        if hasattr(parameter, "_unsharded_param"):
+            parameter._unsharded_param.grad = None
+
+
+def set_on_gathered(module: nn.Module) -> bool:
+    """Whether a gathered parameter has a gradient of the script's, between two updates: torch's own are reduced by then. Zeros
+    are none: a loop of one's own marks a parameter by them (`loop/own/cleared.py`).
+    """
+    gathered = (getattr(parameter, "_unsharded_param", None) for parameter in _gathered_by_torch(module))
+    return any(parameter is not None and parameter.grad is not None and bool(parameter.grad.any()) for parameter in gathered)
+
+
+def _gathered_by_torch(module: nn.Module) -> Iterator[Any]:
     for part in module.modules():
-        if not is_fully_sharded(part):
-            continue
-        state = part._get_fsdp_state()  # type: ignore[operator]
-        for group in getattr(state, "_fsdp_param_groups", ()):
-            for parameter in group.fsdp_params:
-                parameter.unsharded_accumulated_grad = None
-                if hasattr(parameter, "_unsharded_param"):
-                    parameter._unsharded_param.grad = None
+        if is_fully_sharded(part):
+            for group in getattr(part._get_fsdp_state(), "_fsdp_param_groups", ()):  # type: ignore[operator]
+                yield from group.fsdp_params

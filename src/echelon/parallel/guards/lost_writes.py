@@ -3,11 +3,13 @@
 MoCo's momentum encoder, a spectral norm's vector and a codebook by moving averages are often parameters that `forward` changes.
 Under `fully_shard` they would keep their first values, and nothing would fail (tests/parallel/test_strategy_limits.py).
 
-Detected are a replaced parameter, replaced memory, and changed values, whether autograd knows of the write or not.
+Detected are a replaced parameter, replaced memory, and changed values, whether autograd knows of the write or not; and, as the
+next update begins, a gradient that the script has put into a gathered parameter.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -52,8 +54,8 @@ class _Gathered(NamedTuple):
 class LostWrites(Guard):
     """Checks the first updates of a module that `fully_shard` has split."""
 
-    def __init__(self, module: nn.Module, passes: GatheredInPasses) -> None:
-        self._module, self._passes, self._updates = module, passes, 0
+    def __init__(self, module: nn.Module, passes: GatheredInPasses, set_on_gathered: Callable[[nn.Module], bool]) -> None:
+        self._module, self._passes, self._set_on_gathered, self._updates = module, passes, set_on_gathered, 0
         self._hooks: list[RemovableHandle] = []
         self._shards: dict[tuple[nn.Module, str], tuple[str, torch.Tensor]] = {}  # each parameter's name and shard
         self._gathered: dict[tuple[nn.Module, str], _Gathered] = {}
@@ -66,6 +68,13 @@ class LostWrites(Guard):
 
     def begin_pass(self, *, first: bool) -> None:
         self._updates += first
+        if first and 1 < self._updates <= _UPDATES and self._set_on_gathered(self._module):
+            raise LayoutError(
+                f"a gradient must not be put into a parameter of {class_name(self._module)} that was gathered for a pass, as by "
+                "`p.grad = torch.autograd.grad(...)[0]`: parameters are split over the ranks, the optimizer steps shards, and "
+                "the next pass would add this gradient to its own. Write what is to be differentiated as one loss; or train "
+                "under 'ddp' or 'zero1', with gradients that are alike on all ranks, by `ech.all_mean(...)`."
+            )
         self._gathered = {}  # entries may be left of blocks that the backward pass recomputed
         if first and self._updates == 1 and not overrides().observes:
             self._listen()
