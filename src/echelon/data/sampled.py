@@ -111,12 +111,14 @@ class SampledLoader(Loader):
     Args:
         sampler: draws numbers of samples, in each epoch as many as its length.
         global_batch, options: as in `Loader`.
+    Attributes:
+        in_turn: epochs are drawn one after another from 0 on.
     """
 
     order: _Drawn
 
     def __init__(self, dataset: Any, sampler: Any, global_batch: int, **options: Any) -> None:
-        self.sampler = sampler
+        self.sampler, self.in_turn = sampler, True
         super().__init__(dataset, global_batch, **options)
 
     def _order(self, seed: int) -> _Drawn:
@@ -133,7 +135,7 @@ class SampledLoader(Loader):
 
     def load_state_dict(self, state: dict[str, Any], **options: Any) -> None:
         super().load_state_dict(state, **options)
-        if not type(self.sampler).__module__.startswith("torch."):
+        if self.in_turn and not type(self.sampler).__module__.startswith("torch."):
             for epoch in range(self.epoch):  # a sampler with an RNG or a count of its own gets to where it was
                 self.order.at(epoch, np.empty(0, dtype=np.int64))
 

@@ -18,6 +18,7 @@ from echelon.data.chain import Chain, loaders_of
 from echelon.data.loader import Loader
 from echelon.data.parts import Padding
 from echelon.data.prefetch import samples_by_batch
+from echelon.data.sampled import SampledLoader
 from echelon.data.stream import StreamLoader
 from echelon.data.torch_loader import as_loader, is_distributed
 from echelon.loop.own.loop_unit import LoopUnit
@@ -131,6 +132,8 @@ class EvaluationBatches(_Batches):
             why = "cannot be divided between the ranks, each of which would see all samples"
             loader = as_loader(loader, batch, 1, why, number=number)
             loader.accumulation = 1  # a launch command's accumulation is for training only
+            if isinstance(loader, SampledLoader):
+                loader.in_turn = False  # the epoch of an evaluation is the number of updates before it
         if isinstance(loader, (BaseLoader, Chain)) and size is not None:
             loader.set_data_rank(*size)
         return loader
