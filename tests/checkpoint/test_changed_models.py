@@ -444,35 +444,36 @@ def test_ranks_that_have_changed_their_copies_each_in_its_own_way_are_told_once(
 
 
 class SetByItsBatch(nn.Module):
-    """Takes its scale from its first batch, as the activation norm of Glow does."""
+    """Takes its scale from one of its batches: the first, as the activation norm of Glow, or a later one, as a KAN its grid."""
 
-    def __init__(self) -> None:
+    def __init__(self, number: int) -> None:
         super().__init__()
-        self.scale, self.net, self.is_set = nn.Parameter(torch.ones(1, dtype=torch.float64)), _model(), False
+        self.scale, self.net, self.left = nn.Parameter(torch.ones(1, dtype=torch.float64)), _model(), number
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if not self.is_set:
+        if self.left == 0:
             self.scale.data.copy_(x.std())
-            self.is_set = True
+        self.left -= 1
         return self.net(x / self.scale)
 
 
-def _said_of_a_first_batch(layout: str) -> list[str]:
-    model = SetByItsBatch()
+def _said_of_a_batch(layout: str, number: int) -> list[str]:
+    model = SetByItsBatch(number)
     with told(REPLICAS) as said:
         model, optimizer, loader = ech.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), _loader(STEPS), layout=layout)
-        for x, y in loader:
+        for at, (x, y) in enumerate(loader):
             step(model, optimizer, x, y)
-            return list(said)  # after the first update, long before a save
+            if at == number:
+                return list(said)  # after this update, long before a save
     return []
 
 
-@pytest.mark.parametrize("layout", ["ddp", "zero1"])
-def test_parameters_that_each_rank_sets_from_its_first_batch_are_told_of_after_the_first_update(
-    ranks: Ranks, layout: str
+@pytest.mark.parametrize(("layout", "number"), [("ddp", 0), ("zero1", 0), ("zero1", 3)])
+def test_parameters_that_each_rank_sets_from_one_of_its_batches_are_told_of_after_its_update(
+    ranks: Ranks, layout: str, number: int
 ) -> None:
     """Under zero1 the step sends the owner's values to all, which hid that the passes had other ones."""
-    (said,), other = ranks(2, _said_of_a_first_batch, layout)
+    (said,), other = ranks(2, _said_of_a_batch, layout, number)
     assert said.startswith("the ranks hold different values of module.scale (one of ") and not other
 
 

@@ -51,7 +51,8 @@ class Steps:
         unsized = False  # the loaders have no length, so the ranks must agree batch by batch
         if not state.alone and (stage.trains or meets):  # ranks with fewer batches would leave the others waiting
             remedy = "Give every rank a loader of the same length, whose sampler draws alike on all ranks; echelon.Loader does."
-            agree.same_on_all(f"the {phase} steps of this epoch", [self.feed.length, *agreements.drawn_by(loader)], remedy)
+            length, drawn = self.feed.length, agreements.drawn_by(loader)
+            agree.same_on_all(f"the {phase} steps of this epoch", " of ".join([str(length), *drawn]) if drawn else length, remedy)
             unsized = self.feed.length is None
         self._drops = isinstance(loader, StreamLoader) and loader.tail == "drop"
         fetch = own_fetch(stage, self.batches, always=unsized)

@@ -122,7 +122,7 @@ class FiniteWatch:
         """
         if not self.is_long:
             return
-        off = "AutoUnit(stop_after_nonfinite_losses=None) turns this check off."
+        off = "In an AutoUnit, options=UnitOptions(stop_after_nonfinite_losses=None) turns this check off."
         if self._first is None or (self._scale is not None and self._row < (self.limit or 0)):
             raise NonFiniteError(
                 f"the gradients were inf or nan in {self._skipped} updates in a row, although the gradient scaler is down to "

@@ -44,7 +44,7 @@ from echelon.parallel.gradients import clip
 from echelon.parallel.guards.guard import explain
 from echelon.parallel.prepared import NO_CONTEXT, MicroBatch, combined
 from echelon.parallel.recipe.precision import Shards, check_scaler
-from echelon.parallel.state.partition import has_gradients, needs_all, parameters_of
+from echelon.parallel.state.partition import Partition, has_gradients, needs_all, parameters_of
 from echelon.world import agree, clock
 from echelon.world.clock import Part
 
@@ -54,6 +54,8 @@ if TYPE_CHECKING:
 __all__ = ["Update"]
 
 logger = logging.getLogger(__name__)
+
+_FIRST_UPDATES = 10  # as many as are looked at for writes to shards: guards/lost_writes.py
 
 # Marked in every step. As plain ints: looking up an enum member takes longer than the mark itself.
 FORWARD, BACKWARD, OPTIMIZER = int(Part.FORWARD), int(Part.BACKWARD), int(Part.OPTIMIZER)
@@ -87,6 +89,7 @@ class Update:
         self._first_look: RemovableHandle | None = None  # hook that checks the optimizer's parameters in the first update
         # The optimizer that was checked, while ranks train together.
         self._trains_with: torch.optim.Optimizer | None = None
+        self._compared_until = 0  # replicas are compared before the steps of this many updates, if the optimizer is divided
         self._saw_loss = False
         self._others: list[nn.Parameter] = []  # the optimizer's parameters outside the module, such as a learned loss weight
         self._left: dict[nn.Parameter, torch.Tensor] = {}  # gradients of earlier updates, set aside during this one
@@ -119,6 +122,8 @@ class Update:
             when_it_grows(optimizer, unit)
         if unit.window.updates == 0 and unit.several is None:
             self._first_look = look_at_first_update(unit, unit.optimizer, together=self.joined)
+            if self.joined and Partition.of(unit.optimizer) is not None:
+                self._compared_until = _FIRST_UPDATES
 
     def optimizer_grew(self, unit: Any) -> None:
         """The user has added parameters to the optimizer during training, the same on all ranks. Collective."""
@@ -403,7 +408,7 @@ class Update:
             self._leave_out(unit, state)
             return False
         self.latest, lr = (self.loss, norm), unit.optimizer.param_groups[0].get("lr") if alone else None
-        if self._first_look is not None and self.joined:
+        if (self._first_look is not None and self.joined) or unit.window.updates <= self._compared_until:
             warn_of_drift(unit)  # before the step, in which a divided optimizer sends its values to all
         updated = self.step_optimizer(unit) if alone else True
         for listener in self._listeners:

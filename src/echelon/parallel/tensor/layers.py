@@ -250,16 +250,17 @@ class _PartOfFeatures:
     """
 
     def __init__(self, axis: Axis) -> None:
-        self._axis, self._width, self._dims = axis, 0, 0
+        self._axis = axis
+        self._part: tuple[int, int] | None = None  # the dims and features of a tensor that is a part
 
     def begin(self, hidden: torch.Tensor) -> None:
-        self._width, self._dims = hidden.shape[-1], hidden.dim()
+        self._part = hidden.dim(), hidden.shape[-1]
 
     def end(self, *_: Any) -> None:
-        self._width = 0
+        self._part = None  # a compiled recomputation must leave everything as it was
 
     def is_part(self, tensor: torch.Tensor) -> bool:
-        return tensor.dim() == self._dims and tensor.shape[-1] == self._width > 0
+        return self._part == (tensor.dim(), tensor.shape[-1])
 
     def dropout(self, hidden: torch.Tensor, p: float) -> torch.Tensor:
         shape = (*hidden.shape[:-1], hidden.shape[-1] * self._axis.size)
