@@ -143,6 +143,7 @@ def test_a_dataloader_that_is_saved_before_it_is_read_stands_where_it_was_restor
         next(batches)
     second.load_state_dict(first.state_dict())
     third.load_state_dict(second.state_dict())
+    assert third.goes_on(2) and not loader().goes_on(2)
     assert [each.tolist() for each in third] == [each.tolist() for each in batches]
     assert len(list(third)) == 6
 

@@ -64,7 +64,27 @@ def _theirs(dataset: Any, workers: int, **options: Any) -> Any:
     return StatefulDataLoader(dataset, batch_size=8, num_workers=workers, **options)
 
 
+class Picks(list[list[int]]):
+    """Batches in an order of Python's."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter(random.sample([list(range(i, i + 8)) for i in range(0, 48, 8)], 6))
+
+
+class Unmarked(Flow):
+    """Does not know where it stands."""
+
+    state_dict = load_state_dict = None  # type: ignore[assignment]
+
+
 LOADERS: dict[str, Any] = {
+    "torch's, shuffled": lambda: DataLoader(Augmented(), batch_size=8, shuffle=True),
+    "torch's, by a generator": lambda: DataLoader(
+        Augmented(), batch_size=8, shuffle=True, generator=torch.Generator().manual_seed(1)
+    ),
+    "torch's, in batches of a script": lambda: DataLoader(Augmented(), batch_sampler=Picks([[]] * 6)),
+    "torch's, in a worker": lambda: DataLoader(DATA, batch_size=8, shuffle=True, num_workers=1),
+    "torch's, over a stream": lambda: DataLoader(Unmarked(augments=False), batch_size=8),
     "a shuffled table": lambda: _theirs(Augmented(), 0, shuffle=True),
     "a stream": lambda: _theirs(Flow(augments=False), 0),
     "a stream in a worker": lambda: _theirs(Flow(augments=False), 1),
@@ -72,9 +92,9 @@ LOADERS: dict[str, Any] = {
 }
 
 
-def _trained(make: Any, steps: int, folder: Path, begin: int | None) -> dict[str, Any]:
+def _trained(make: Any, steps: int, folder: Path, begin: int | None, layout: str | None = None) -> dict[str, Any]:
     ech.seed(3)
-    unit = Regression(module=net(dropout=0.4), optimizer="AdamW", lr=0.05)
+    unit = Regression(module=net(dropout=0.4), optimizer="AdamW", lr=0.05, layout=layout)
     loader = make()
     if begin is not None:
         ech.seed(50)
@@ -91,6 +111,44 @@ def test_a_run_goes_on_to_the_bit_in_mid_epoch(tmp_path: Path, kind: str) -> Non
     want = _trained(LOADERS[kind], 6, tmp_path, None)
     for begin in (1, 4, 5):
         assert largest_difference(_trained(LOADERS[kind], 6, tmp_path, begin), want) == 0, begin
+
+
+class Holds(Regression):
+    """Saves its dataset, which then stands where it stood when its loader is asked for the rest."""
+
+    data: Any
+
+    def compute_loss(self, state: ech.State, data: Any) -> Any:
+        self.first = data[0] if not hasattr(self, "first") else self.first
+        return super().compute_loss(state, data)
+
+
+def test_a_dataset_that_the_unit_saves_is_not_advanced_twice(tmp_path: Path) -> None:
+    """It was saved one batch ahead, as a loader without a length is read."""
+    for begin in (0, 2):
+        unit = Holds(module=net())
+        unit.data = Flow(augments=False)
+        loader = DataLoader(unit.data, batch_size=8)
+        if begin:
+            Saver.restore(tmp_path / f"step-{begin:08d}", unit, train_dataloader=loader)
+        ech.train(unit, loader, max_updates=4, callbacks=[] if begin else [Saver(tmp_path, save_every_n_updates=2)])
+        assert torch.equal(unit.first, DATA[8 * begin + (8 if begin else 0) :][0][:8])
+
+
+def _in_part(folder: Path, begin: int | None) -> tuple[dict[str, Any], list[str]]:
+    """Six updates on this rank's share of an epoch; or those after a checkpoint."""
+    loader = DataLoader(Augmented(), batch_size=4, sampler=DistributedSampler(DATA))  # type: ignore[arg-type]
+    with told("echelon.loop.steps") as texts:
+        made = _trained(lambda: loader, 6, folder, begin, layout="ddp")
+    return made, list(texts)
+
+
+def test_a_dataloader_that_the_script_divides_goes_on_on_as_many_ranks(ranks: Ranks, tmp_path: Path) -> None:
+    (want, _), _ = ranks(2, _in_part, tmp_path, None)
+    (made, said), _ = ranks(2, _in_part, tmp_path, 4)
+    assert largest_difference(made, want) == 0 and not said
+    ((_, said),) = ranks(1, _in_part, tmp_path, 4)
+    assert [text.partition(",")[0] for text in said] == ["training resumes after step 4 of an epoch"]
 
 
 def test_a_length_that_is_wrong_after_a_restart_loses_no_batch(tmp_path: Path) -> None:
@@ -136,8 +194,8 @@ class Bare:
     ("make", "text"),
     [
         (lambda: ech.StreamLoader(Bare(), 8), "Bare has no state: a run cannot resume from here"),
-        (lambda: DataLoader(DATA, batch_size=8), "DataLoader has no state: a run that resumes from here starts the epoch over"),
-        (lambda: [batch(8, i) for i in range(6)], "list has no state"),
+        (lambda: [batch(8, i) for i in range(6)], "list has no state: a run that resumes from here starts the epoch over"),
+        (lambda: DataLoader(DATA, batch_size=8), None),
         (lambda: ech.Loader(DATA, 8), None),
         (lambda: ech.StreamLoader(Flow(augments=False), 8), None),
         (lambda: StatefulDataLoader(DATA, batch_size=8), None),

@@ -9,8 +9,6 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from echelon.data.replayed import Replayed
-
 __all__ = ["is_between_epochs", "load_state_between_epochs", "state_between_epochs"]
 
 _KEY = "generators"
@@ -41,8 +39,6 @@ def is_between_epochs(state: dict[str, Any]) -> bool:
 
 def _generators(loader: Any) -> Iterator[torch.Generator]:
     """Each generator once: the loader and its sampler may share one."""
-    if isinstance(loader, Replayed):
-        loader = loader.loader
     if not isinstance(loader, DataLoader):
         return
     seen: set[int] = set()

@@ -19,7 +19,7 @@ from echelon.common.errors import EchelonError
 from echelon.data.chain import Chain
 from echelon.data.loader import Loader
 from echelon.data.parts import Padding
-from echelon.data.replayed import Replayed
+from echelon.data.replayed import Replayed, with_state
 from echelon.data.stream import StreamLoader, of_all_ranks
 from echelon.world import rng
 from echelon.world.device import record_stream
@@ -63,8 +63,6 @@ def known_length(loader: Iterable[Any]) -> int | None:
         return sum(lengths) if len(lengths) == len(of_each) else None
     if isinstance(loader, Loader):
         return loader.batches_left()
-    if isinstance(loader, Replayed):
-        loader = loader.loader
     if isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset):
         return None  # its len is a guess, which workers can make wrong
     if isinstance(loader, Sized):
@@ -90,8 +88,6 @@ def _sizes(loader: Any, start: int) -> tuple[int | None, float, Callable[[int], 
             return usual, math.inf, _unknown
         alike = loader.whole_batches * loader.accumulation - start
         return usual, alike, partial(_of_tail, loader, start)
-    if isinstance(loader, Replayed):
-        loader = loader.loader
     size = loader.batch_size if isinstance(loader, DataLoader) else None
     if size is None or isinstance(loader.dataset, IterableDataset):
         return size, math.inf, _unknown
@@ -118,7 +114,7 @@ def restored_state(loader: Any) -> dict[str, Any] | None:
     """The state of a loader that was not read since it was restored; None for a loader without state. Every rank calls it."""
     if isinstance(loader, StreamLoader):
         return of_all_ranks(loader.state_dict())
-    return _state_of(loader)
+    return _state_of(with_state(loader))
 
 
 def _state_of(loader: Any) -> dict[str, Any] | None:
@@ -130,7 +126,7 @@ class Feed(Iterator[Step[Any]]):
     """Iterates over one epoch of a loader; gives a Step for each batch.
 
     Args:
-        loader: any iterable.
+        loader: any iterable; a DataLoader whose position will be saved is given as a `Replayed`.
         limit: use at most this many batches.
         move: moves a batch to the device; None leaves it where it is.
         stream: side stream for the copies; with it, one batch is read and copied ahead.
@@ -154,6 +150,7 @@ class Feed(Iterator[Step[Any]]):
         resumed: int = 0,
         read: Callable[..., Any] = next,
     ) -> None:
+        self._with_state, loader = loader, loader.loader if isinstance(loader, Replayed) else loader
         self._loader, self._limit, self._move, self._stream, self._take = loader, limit, move, stream, read
         self._start = loader.start if isinstance(loader, (Loader, StreamLoader)) else 0
         self._epoch = loader.epoch if isinstance(loader, Loader) else 0
@@ -165,7 +162,7 @@ class Feed(Iterator[Step[Any]]):
         # Without a length, reading ahead is the way to notice the last batch.
         self._ahead = stream is not None or self.length is None
         before = rng.states() if resumed else None
-        self._iterator = iter(loader)
+        self._iterator = iter(self._with_state)
         if before is not None:
             rng.put_back(before)  # an iterator draws at its beginning; the restored RNG state is from after that
         self._next: Any = None
@@ -232,7 +229,7 @@ class Feed(Iterator[Step[Any]]):
     def _read(self) -> Any:
         """The next batch and whether it is padding; or `_END`."""
         if not isinstance(self._loader, (Loader, StreamLoader)):
-            self._state_before = _state_of(self._loader)
+            self._state_before = _state_of(self._with_state)
         batch = self._take(self._iterator, _END)
         if batch is _END:
             return _END
@@ -255,4 +252,4 @@ class Feed(Iterator[Step[Any]]):
             return of_all_ranks(self._loader.state_at(self._start + self.used))
         if self._ahead and self._next is not None and self._next is not _END:
             return self._state_before  # type: ignore[no-any-return]
-        return _state_of(self._loader)
+        return _state_of(self._with_state)

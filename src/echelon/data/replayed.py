@@ -1,8 +1,10 @@
-"""A torch DataLoader that is not divided between ranks, in torch's own order, that can resume in the middle of an epoch."""
+"""A torch DataLoader without a state of its own, in torch's order, goes on in the middle of an epoch."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,14 +13,32 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from echelon.common.errors import CheckpointCorruptError, CheckpointMismatchError, LoaderError, UsageError
 from echelon.common.numbers import whole
 from echelon.world import rng
+from echelon.world.init import world_size
 
-__all__ = ["Replayed"]
+__all__ = ["Replayed", "with_state"]
 
 _END = object()
 
 
+@dataclass
+class _Position:
+    """Where a DataLoader stands: the RNG states with which its epoch began, and the number of batches given since."""
+
+    begun: dict[str, Any] | None = None
+    given: int = 0
+
+
+# By DataLoader, as the script knows no other object: it restores with the one that it trains with.
+_positions: weakref.WeakKeyDictionary[DataLoader[Any], _Position] = weakref.WeakKeyDictionary()
+
+
+def with_state(loader: Any) -> Any:
+    """The loader, or a `Replayed` of a DataLoader that has no state of its own."""
+    return Replayed(loader) if isinstance(loader, DataLoader) and not hasattr(loader, "state_dict") else loader
+
+
 class Replayed:
-    """Its state is the RNG state with which the epoch began, and the number of batches given since.
+    """An epoch of a DataLoader. Its state is the RNG states with which the epoch began, and the number of batches given since.
 
     With these, the sampler draws the same epoch again. Samples of a map-style dataset that were given before are not read again;
     batches of other loaders are read again and dropped. Random numbers of loader workers are not repeated.
@@ -30,38 +50,33 @@ class Replayed:
     STATE = frozenset({"begun", "given"})
 
     def __init__(self, loader: DataLoader[Any]) -> None:
-        self.loader = loader
-        self._begun: dict[str, Any] | None = None
-        self._given = self._skips = 0
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "loader":  # asked by copy or pickle before it is set
-            raise AttributeError(name)
-        return getattr(self.loader, name)
-
-    def __len__(self) -> int:
-        return len(self.loader)
+        self.loader, self._skips = loader, 0
+        self._at = _positions.setdefault(loader, _Position())
 
     def __iter__(self) -> Iterator[Any]:
-        skips, self._skips = self._skips, 0
-        if not skips:
-            self._begun, self._given = self._drawn(), 0
-            return self._each(iter(self.loader), 0)
+        at, skips, self._skips = self._at, self._skips, 0
         now = self._drawn()
-        assert self._begun is not None
-        self._put_back(self._begun)
-        batches = iter(self._rest(skips))
-        rng.put_back(now)  # but not the loader's own generator, which is now where the epoch has left it
-        return self._each(batches, skips)
+        if skips:
+            assert at.begun is not None
+            self._put_back(at.begun)
+            batches = iter(self._rest(skips))
+            rng.put_back(now)  # but not the loader's own generator, which is now where the epoch has left it
+        else:
+            at.begun, batches = now, iter(self.loader)
+        at.given = skips
+        return self._each(batches)
 
-    def _each(self, batches: Iterator[Any], given: int) -> Iterator[Any]:
-        length = None if isinstance(self.loader.dataset, IterableDataset) else len(self.loader)
-        while (batch := next(batches, _END)) is not _END:
-            given += 1
-            if given == length:
-                next(batches, None)  # at its end a sampler may draw from its generator
-            self._given = given
+    def _each(self, batches: Iterator[Any]) -> Iterator[Any]:
+        for batch in batches:
+            self._at.given += 1
             yield batch
+
+    def goes_on(self, given: int) -> bool:
+        """Have the next iteration give the epoch's batches after the first `given`. False if it was neither read so far nor
+        restored.
+        """
+        self._skips = given if self._at.begun is not None and self._at.given >= given else 0
+        return self._skips > 0
 
     def _rest(self, skips: int) -> Any:
         """The batches of an epoch that begins now, without the first `skips`."""
@@ -109,15 +124,21 @@ class Replayed:
             self.loader.generator.set_state(drawn["generator"])
 
     def state_dict(self) -> dict[str, Any]:
-        return {"begun": self._begun, "given": self._given} if self._begun is not None else {}
+        at = self._at
+        return {} if at.begun is None else {"begun": at.begun, "given": at.given, **self._division()}
+
+    def _division(self) -> dict[str, Any]:
+        """What a number of batches means only together with."""
+        return {"batch_size": self.loader.batch_size, "ranks": world_size()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """
+        """Stand where the saved loader stood. Does nothing if batches or ranks are others now: the epoch then begins anew.
+
         Raises:
             CheckpointMismatchError: another kind of loader was saved.
             CheckpointCorruptError: the state is invalid.
         """
-        if state_dict.keys() != self.STATE:
+        if not state_dict.keys() >= self.STATE:
             raise CheckpointMismatchError(
                 "the checkpoint holds the position of another kind of loader in the middle of an epoch, from which an "
                 "undivided DataLoader cannot resume. Give the same loader, or resume from a checkpoint of an epoch's end."
@@ -125,12 +146,13 @@ class Replayed:
         now = self._drawn()
         try:
             self._put_back(begun := dict(state_dict["begun"]))
-            self._given = self._skips = whole("given", state_dict["given"], at_least=0, kind=LoaderError)
+            given = whole("given", state_dict["given"], at_least=0, kind=LoaderError)
         except (KeyError, TypeError, ValueError, AttributeError, RuntimeError, OverflowError) as error:  # and a UsageError
             raise CheckpointCorruptError(f"the checkpoint's state of the DataLoader is not valid: {error!r}.") from None
         finally:
             self._put_back(now)
-        self._begun = begun
+        if all(state_dict.get(name, value) == value for name, value in self._division().items()):
+            self._at.begun, self._at.given = begun, given
 
 
 def _too_short(skips: int, given: int) -> UsageError:

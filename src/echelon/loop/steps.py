@@ -14,6 +14,7 @@ from echelon.data.base import BaseLoader
 from echelon.data.chain import Chain, loaders_of
 from echelon.data.loader import Loader
 from echelon.data.prefetch import NO_STEP, Feed, known_length
+from echelon.data.replayed import Replayed, with_state
 from echelon.data.stream import StreamLoader
 from echelon.loop import agreements
 from echelon.loop.progress import Progress
@@ -350,17 +351,25 @@ def _seek(loader: Any, progress: Progress) -> None:
 
 def _resumed(stage: Stage) -> tuple[Any, int]:
     """What to iterate over, and how many batches of the epoch its own state has already passed."""
-    loader, done = stage.phase_state.dataloader, stage.progress.num_steps_completed_in_epoch
-    if not stage.trains or done == 0 or isinstance(loader, BaseLoader):
+    given, done = stage.phase_state.dataloader, stage.progress.num_steps_completed_in_epoch
+    if not stage.trains or isinstance(given, BaseLoader):
+        return given, 0
+    loader = with_state(given)
+    if done == 0:
         return loader, 0
-    if hasattr(loader, "load_state_dict"):
+    if isinstance(loader, Replayed):
+        kept = any(state is loader.loader.dataset for state in stage.unit.app_state().values())  # and so at its own position
+        if not kept and loader.goes_on(done):
+            return loader, done
+    elif hasattr(loader, "load_state_dict"):
         return loader, done
-    if known_length(loader) == done:
+    if known_length(given) == done:
         return (), 0  # the epoch was complete when it was saved
     logger.warning(
-        "training resumes after step %s of an epoch, but %s has no state and starts over. echelon.Loader resumes",
+        "training resumes after step %s of an epoch, but the position of the %s is not known: it starts over, unless its dataset "
+        "goes on by itself. echelon.Loader resumes",
         done,
-        type(loader).__name__,
+        type(given).__name__,
     )
     return loader, 0
 

@@ -19,7 +19,6 @@ from echelon.compat.trainer.launched import Work, state_of
 from echelon.compat.trainer.rebuild import Parcel, own_attributes, pack, rebuild, unpack
 from echelon.contracts.overrides import overrides
 from echelon.data.loader import Loader
-from echelon.data.replayed import Replayed
 from echelon.data.torch_loader import as_loader, is_distributed
 from echelon.loop.auto.auto import AutoUnit
 from echelon.loop.auto.unit_options import AutoOptions
@@ -224,7 +223,7 @@ def shared(loader: Any, data_size: int, accumulation: int, *, trains: bool = Fal
     When fewer ranks train than were planned, global batches are as large as planned. On one rank, the order is torch's own.
 
     Args:
-        trains: the loader's position is saved and restored.
+        trains: as many ranks share each batch as the run was planned for.
         global_batch: of the run that is continued; None computes it from the batch size and the number of ranks.
     Raises:
         UsageError: the samples cannot be divided.
@@ -233,7 +232,7 @@ def shared(loader: Any, data_size: int, accumulation: int, *, trains: bool = Fal
         return loader
     ranks = max(data_size, planned(data_size)) if trains else data_size
     if ranks == 1 and global_batch is None:
-        return Replayed(loader) if trains and not hasattr(loader, "state_dict") else loader
+        return loader
     why = f"cannot be divided between {ranks} ranks: every one would see the same samples"
     batch = global_batch or (loader.batch_size or 1) * ranks * accumulation
     made = as_loader(loader, batch, accumulation, why, together=ranks)

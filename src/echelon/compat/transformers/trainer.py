@@ -33,7 +33,6 @@ from echelon.compat.transformers.saving import Saver, newest, ranks_that_share, 
 from echelon.compat.transformers.training_args import TrainingArguments
 from echelon.compat.transformers.unit import Optimizing, TrainerUnit
 from echelon.contracts.run_dir import RunDir
-from echelon.data.replayed import Replayed
 from echelon.loop.callback import Callback
 from echelon.loop.checkpointing.options import RestoreOptions
 from echelon.loop.checkpointing.save_pretrained import save_pretrained, save_whole
@@ -243,9 +242,7 @@ class Trainer(Losses, Optimizing, Evaluating):
         ranks, accumulation, batch = self._ranks_of_batch, self.args.gradient_accumulation_steps, None
         if isinstance(loader, DataLoader) and ranks > self.data_ranks():
             batch = (loader.batch_size or 1) * ranks * accumulation
-        made = shared(loader, self.data_ranks(), accumulation, global_batch=batch)
-        has_state = hasattr(made, "load_state_dict") or not isinstance(made, DataLoader)
-        return made if has_state else Replayed(made)
+        return shared(loader, self.data_ranks(), accumulation, global_batch=batch)
 
     def _limits(self, loader: Any) -> tuple[int | None, int | None]:
         """(max_updates, max_epochs), one of which is None. Also sets the limits that callbacks see in the state."""

@@ -23,8 +23,6 @@ from echelon.contracts.run_dir import RunDir, read_json
 from echelon.contracts.version import __version__
 from echelon.data import resume
 from echelon.data.loader import Loader
-from echelon.data.order import FORMULA
-from echelon.data.replayed import Replayed
 from echelon.data.stream import StreamLoader
 from echelon.loop.auto.optimized_unit import OptimizedUnit
 from echelon.loop.unit import LRScheduler, Unit
@@ -124,8 +122,6 @@ def _of_loader(loader: Any) -> dict[str, Any]:
     own = {} if getattr(loader, "samples_of_a_rank", None) is None else {"samples_of_a_rank": loader.samples_of_a_rank}
     if isinstance(loader, Loader):
         return {**resume.facts(loader.state_dict()), **own}
-    if isinstance(loader, Replayed):
-        return {"global_batch": loader.batch_size or 1, "order": FORMULA}
     if isinstance(loader, StreamLoader):
         return {
             "global_batch": loader.global_batch,

@@ -26,7 +26,7 @@ from echelon.data.base import BaseLoader
 from echelon.data.fingerprint import checksum
 from echelon.data.generators import is_between_epochs, load_state_between_epochs, state_between_epochs
 from echelon.data.loader import Loader
-from echelon.data.replayed import Replayed
+from echelon.data.replayed import Replayed, with_state
 from echelon.hf.conversion import lays_for
 from echelon.loop.checkpointing import changes
 from echelon.loop.checkpointing.frozen import train_as_saved, without_frozen
@@ -139,7 +139,7 @@ def _restore(
     if loader is not None:
         accumulation_of(unit, loader)  # the saved position counts micro-batches, so their number must be settled first
     allowed = options.allow_changes
-    seeks = loader is not None and (hasattr(loader, "load_state_dict") or state_between_epochs(loader) is not None)
+    seeks = hasattr(with_state(loader), "load_state_dict") or state_between_epochs(loader) is not None
     config = changes.renamed(manifest.get("config", {}), options.rename)
     restored = [
         k for k, is_ in (("optimizers", options.restore_optimizers), ("schedulers", options.restore_lr_schedulers)) if is_
@@ -335,8 +335,8 @@ class _IfSaved:
     """
 
     def __init__(self, loader: Any, meant: set[str], own: Callable[[], dict[str, Any] | None], *, in_epoch: bool) -> None:
-        self._loader, self._meant, self._own = loader, meant, own
-        self._in_epoch = hasattr(loader, "load_state_dict") and (in_epoch or isinstance(loader, BaseLoader))
+        self._given, self._loader, self._meant, self._own = loader, with_state(loader), meant, own
+        self._in_epoch = hasattr(self._loader, "load_state_dict") and (in_epoch or isinstance(loader, BaseLoader))
 
     def state_dict(self) -> dict[str, Any]:
         state: dict[str, Any] = self._loader.state_dict() if self._in_epoch else {}
@@ -346,7 +346,7 @@ class _IfSaved:
         if agree.is_rank0():
             logger.warning(
                 "the order of the %s is drawn anew, as in a run's first epochs: %s. echelon.Loader continues its order",
-                self._loader.__class__.__name__,
+                self._given.__class__.__name__,
                 why,
             )
 
@@ -358,16 +358,18 @@ class _IfSaved:
             if own is None and state_dict == BETWEEN_BY_RANK:
                 self._begins_anew("another number of ranks saved it")
                 return
+            if own is None and isinstance(self._loader, Replayed):  # it starts the epoch over, which the loop tells
+                return
             if own is None:
                 raise CheckpointMismatchError(
-                    f"each rank saved the state of its own {self._loader.__class__.__name__}, so the number of ranks must be the "
+                    f"each rank saved the state of its own {self._given.__class__.__name__}, so the number of ranks must be the "
                     "same. Use as many ranks, or do not restore the loader; echelon.Loader resumes on any number."
                 )
             if not isinstance(own.get("train_dataloader"), dict):
                 raise CheckpointCorruptError("the checkpoint should hold the state of this rank's loader, but does not.")
             state_dict = own["train_dataloader"]
         if is_between_epochs(state_dict):
-            if not load_state_between_epochs(self._loader, state_dict) and not isinstance(self._loader, BaseLoader):
+            if not load_state_between_epochs(self._given, state_dict) and not isinstance(self._loader, BaseLoader):
                 self._begins_anew("the saved loader had other generators")
             return
         if not hasattr(self._loader, "load_state_dict"):
@@ -375,7 +377,7 @@ class _IfSaved:
         if not isinstance(self._loader, Loader):
             self._loader.load_state_dict(state_dict)
             return
-        if state_dict.keys() == Replayed.STATE:
+        if state_dict.keys() >= Replayed.STATE:
             raise CheckpointOptionError(
                 "the checkpoint was written on one rank, in the middle of an epoch of a DataLoader in torch's own order. "
                 "Resume on one rank, or from a checkpoint of an epoch's end."

@@ -28,7 +28,6 @@ from echelon.compat.lightning.pytorch.steps import gather_when_alone
 from echelon.compat.trainer.launched import Work, state_of
 from echelon.compat.trainer.rank import RUNS
 from echelon.data.chain import Chain
-from echelon.data.replayed import Replayed
 from echelon.loop.modes import tell_of_eval_mode
 from echelon.loop.progress import Progress
 from echelon.loop.run import evaluate, run_training
@@ -319,7 +318,7 @@ class Session(Hooking, Work):
             path = Path(self.ckpt_path) if self.ckpt_path is not None else None
             divides = trainer.use_distributed_sampler
             loader = data.one_loader("fit", loaders, self._data_size(), accumulation, divides=divides, path=path)
-            trainer.train_dataloader = loader.loader if isinstance(loader, Replayed) else loader
+            trainer.train_dataloader = loader
             self._train_loader = loader, data.limit_of("limit_train_batches", trainer.limit("train"), loader)
         made: tuple[Any, int | None] = self._train_loader
         return made
