@@ -104,6 +104,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             case: str = item.callspec.id  # type: ignore[attr-defined]
             if any(case == each or case.startswith(f"{each}-") for each in mark.kwargs["but"]):
                 item.own_markers.remove(mark)
+    # Jobs wait for Slurm's clocks for minutes: beside tests that compute, and not at the end, when nothing is left beside them.
+    items.sort(key=lambda item: item.path.parent.name != "slurm")
     if not torch.cuda.is_available():
         reduced = os.environ.get("ECHELON_GPU_TESTS_ON") == "cpu"
         marked = [(item, item.get_closest_marker("gpu")) for item in items]
