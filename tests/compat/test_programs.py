@@ -1,6 +1,6 @@
 """Programs written for other systems, run as programs on real ranks: what they train is what plain PyTorch trains in one process.
 
-FairScale's are in test_fairscale_programs, nntool's page in tests/slurm, Dragon's on its runtime in test_group.
+FairScale's is in test_fairscale_programs, nntool's page in tests/slurm, Dragon's on its runtime in test_group.
 """
 
 from __future__ import annotations
