@@ -98,7 +98,6 @@ if __name__ == "__main__":
     secret = {"PLANTED_TOKEN": os.environ.get("PLANTED_TOKEN", "")}
     launched = replace(two, distributed_launch_command=TORCHRUN)
     jobs: dict[str, Any] = {
-        "trains": trains[two](12),
         "trains-launched": trains[launched](12),
         "held": place.configure(one, extra_params_kwargs={"hold": True})(9),
         "plain": place.configure(two, extra_task_kwargs=secret, setup=["export PLANTED=set-up"])(5),
