@@ -51,6 +51,10 @@ LOADED = (
     "tests.conftest",
 )
 
+# Folders with files of many minutes, each by one worker: prove's processes, and jobs that wait for Slurm's clocks. They begin
+# first, since at the end of the suite nothing would be left to run beside them.
+LONGEST = ("prover", "slurm")
+
 
 # Hypothesis gives an example 200 ms, and judges how fast it draws them: on a busy machine that would decide a test.
 hypothesis.settings.register_profile("untimed", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
@@ -99,13 +103,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     The reduced form of `make gpu` asks for those that a CPU can run as well, so that they are never broken when needed.
     """
+    longest = {name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: longest.get(item.path.parent.name, len(LONGEST)))
     for item in items:
         for mark in [each for each in item.own_markers if each.name == "full" and "but" in each.kwargs]:
             case: str = item.callspec.id  # type: ignore[attr-defined]
             if any(case == each or case.startswith(f"{each}-") for each in mark.kwargs["but"]):
                 item.own_markers.remove(mark)
-    # Jobs wait for Slurm's clocks for minutes: beside tests that compute, and not at the end, when nothing is left beside them.
-    items.sort(key=lambda item: item.path.parent.name != "slurm")
     if not torch.cuda.is_available():
         reduced = os.environ.get("ECHELON_GPU_TESTS_ON") == "cpu"
         marked = [(item, item.get_closest_marker("gpu")) for item in items]
