@@ -43,7 +43,7 @@ def _whole(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _loaded(folder: str, kinds: list[str], layouts: list[str]) -> list[str]:
-    from tests.kit.hf_kinds import answer
+    from tests.kit.hf_models import answer
 
     wrong = []
     for kind in kinds:
@@ -67,7 +67,7 @@ QUICK = ["gpt-neox", "vit", "mixtral", "llama, tied", "t5"]
 
 @pytest.mark.full
 def test_a_model_read_into_shards_is_the_one_of_from_pretrained_to_the_bit(ranks: Ranks, tmp_path: Path) -> None:
-    from tests.kit.hf_kinds import KINDS
+    from tests.kit.hf_models import KINDS
 
     assert len(KINDS) == 25
     assert ranks(2, _loaded, str(tmp_path), list(KINDS), ["fsdp"], timeout_s=300) == [[], []]
@@ -79,7 +79,7 @@ def test_files_with_a_prefix_more_or_less_and_what_a_model_computes_itself(tmp_p
     """GPT-2's own files: without "transformer.", and with masks that today's class does not have."""
     from safetensors.torch import load_file, save_file
 
-    from tests.kit.hf_kinds import answer
+    from tests.kit.hf_models import answer
 
     model = made("gpt2")
     model.save_pretrained(tmp_path)
@@ -118,7 +118,7 @@ def _adapted(model: Any, **options: Any) -> Any:
 def _base_under_an_adapter(folder: str) -> tuple[list[str], list[str], list[str], str]:
     from peft import PeftModel
 
-    from tests.kit.hf_kinds import answer
+    from tests.kit.hf_models import answer
 
     model = made("llama")
     saved = ech.save_pretrained(model, f"{folder}/base")

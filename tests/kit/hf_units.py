@@ -23,8 +23,8 @@ class Tuning(ech.AutoUnit[Any]):
 
 
 def made(kind: str, seed: int = 0) -> Any:
-    """One of tests/kit/hf_kinds.py."""
-    from tests.kit.hf_kinds import KINDS
+    """One of tests/kit/hf_models.py."""
+    from tests.kit.hf_models import KINDS
 
     torch.manual_seed(seed)
     return KINDS[kind]()

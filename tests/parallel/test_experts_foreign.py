@@ -223,7 +223,7 @@ _LABELS = [{"input_ids": row, "labels": row} for row in torch.randint(0, 50, (16
 
 
 def _hf(name: str, layout: Any) -> tuple[dict[str, torch.Tensor], list[float]]:
-    from tests.kit.hf_kinds import KINDS
+    from tests.kit.hf_models import KINDS
 
     torch.manual_seed(0)
     model = KINDS[name]()

@@ -90,8 +90,7 @@ class Small(nn.Module):
 def _of_transformers(name: str) -> nn.Module:
     import transformers as tf
 
-    from tests.kit.hf_kinds import KINDS
-    from tests.kit.hf_models import _TEXT, gpt2, llama, without_dropout
+    from tests.kit.hf_models import KINDS, TEXT, gpt2, llama, without_dropout
 
     if name.startswith("gpt2"):
         model: Any = gpt2(vocab_size=51 if "51" in name else 50)
@@ -101,7 +100,7 @@ def _of_transformers(name: str) -> nn.Module:
         sizes = dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), 4)
         ranks = dict.fromkeys(("kv_lora_rank", "q_lora_rank"), 8)
         heads = {"num_attention_heads": 4, "num_key_value_heads": 4}
-        model = tf.DeepseekV2ForCausalLM(tf.DeepseekV2Config(**{**_TEXT, **heads, **sizes, **ranks}, first_k_dense_replace=2))
+        model = tf.DeepseekV2ForCausalLM(tf.DeepseekV2Config(**{**TEXT, **heads, **sizes, **ranks}, first_k_dense_replace=2))
     else:
         model = KINDS[name]()
     for parent in list(model.modules()):
