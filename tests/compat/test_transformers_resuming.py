@@ -162,7 +162,7 @@ def test_a_state_that_no_dataloader_of_the_users_gave_is_refused(state: dict[str
     loader = Replayed(torch.utils.data.DataLoader(range(12), batch_size=2))
     drawn = torch.get_rng_state()
     with pytest.raises(error, match=says):
-        loader.load_state_dict({"begun": {**rng.states(), "generator": None}, **state} if "given" in state else state)
+        loader.load_state_dict({"begun": {**rng.states(), "generators": []}, **state} if "given" in state else state)
     assert torch.equal(torch.get_rng_state(), drawn) and len(list(loader)) == 6
 
 

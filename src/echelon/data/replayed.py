@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from echelon.common.errors import CheckpointCorruptError, CheckpointMismatchError, LoaderError, UsageError
+from echelon.common.errors import CheckpointCorruptError, CheckpointMismatchError, LoaderError
 from echelon.common.numbers import whole
+from echelon.data.generators import generators_of
 from echelon.world import rng
 from echelon.world.init import world_size
 
@@ -60,7 +61,7 @@ class Replayed:
             assert at.begun is not None
             self._put_back(at.begun)
             batches = iter(self._rest(skips))
-            rng.put_back(now)  # but not the loader's own generator, which is now where the epoch has left it
+            rng.put_back(now)  # but not the loader's own generators, which are now where the epoch has them
         else:
             at.begun, batches = now, iter(self.loader)
         at.given = skips
@@ -82,20 +83,14 @@ class Replayed:
         """The batches of an epoch that begins now, without the first `skips`."""
         loader = self.loader
         if type(loader) is not DataLoader or isinstance(loader.dataset, IterableDataset):
-            batches = iter(loader)
-            for given in range(skips):
-                if next(batches, _END) is _END:
-                    raise _too_short(skips, given)
-            return batches
+            return _without_first(skips, iter(loader))
         by_batches = loader.batch_size is None and loader.batch_sampler is not None
         how: dict[str, Any] = {"batch_sampler": loader.batch_sampler}
         if not by_batches:
             how = {"sampler": loader.sampler, "batch_size": loader.batch_size, "drop_last": loader.drop_last}
         # Iterate as torch does, so that the same numbers are drawn, but over a dataset whose samples are their own indices.
-        chosen = list(DataLoader(_Numbers(), collate_fn=_as_it_is, generator=loader.generator, **how))
-        if len(chosen) < skips:
-            raise _too_short(skips, len(chosen))
-        chosen = chosen[skips:]
+        # One by one: a sampler may have no end.
+        chosen = _without_first(skips, iter(DataLoader(_Numbers(), collate_fn=_as_it_is, generator=loader.generator, **how)))
         workers: dict[str, Any] = {}
         if loader.num_workers:
             workers = {"prefetch_factor": loader.prefetch_factor, "multiprocessing_context": loader.multiprocessing_context}
@@ -115,13 +110,12 @@ class Replayed:
     # --- the state
 
     def _drawn(self) -> dict[str, Any]:
-        generator = getattr(self.loader, "generator", None)
-        return {**rng.states(), "cuda": None, "generator": None if generator is None else generator.get_state()}
+        return {**rng.states(), "cuda": None, "generators": [each.get_state() for each in generators_of(self.loader)]}
 
     def _put_back(self, drawn: dict[str, Any]) -> None:
         rng.put_back(drawn)
-        if drawn["generator"] is not None and self.loader.generator is not None:
-            self.loader.generator.set_state(drawn["generator"])
+        for generator, state in zip(generators_of(self.loader), drawn["generators"], strict=True):
+            generator.set_state(state)
 
     def state_dict(self) -> dict[str, Any]:
         at = self._at
@@ -155,8 +149,11 @@ class Replayed:
             self._at.begun, self._at.given = begun, given
 
 
-def _too_short(skips: int, given: int) -> UsageError:
-    return LoaderError(f"the DataLoader must resume after {skips} batches, but has only {given}.")
+def _without_first(skips: int, batches: Iterator[Any]) -> Iterator[Any]:
+    for given in range(skips):
+        if next(batches, _END) is _END:
+            raise LoaderError(f"the DataLoader must resume after {skips} batches, but has only {given}.")
+    return batches
 
 
 class _Numbers(Dataset[Any]):
