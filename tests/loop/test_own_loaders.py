@@ -91,7 +91,7 @@ def _beside(order: str, folder: str | None, killed_at: int = 0) -> list[list[lis
     labelled = DataLoader(one, batch_size=4, shuffle=True)
     unlabelled: Any = ech.Loader(other, 8, seed=5) if order == "by hand" else DataLoader(other, batch_size=4, shuffle=True)
     held_out = DataLoader(one, batch_size=4)
-    saved = None if folder is None else ech.Checkpoints(folder, every=1)
+    saved = None if folder is None else ech.Checkpoints(folder, every=1 if killed_at else "epoch")
     prepared = ech.prepare(model, optimizer, labelled, unlabelled, held_out, checkpoints=saved)
     model, optimizer, labelled, unlabelled, held_out = prepared
     made: list[list[list[int]]] = []
@@ -125,25 +125,26 @@ def _beside(order: str, folder: str | None, killed_at: int = 0) -> list[list[lis
     return made
 
 
-def _goes_on_beside(order: str, folder: str, killed_at: int) -> tuple[Any, Any]:
-    whole = _beside(order, None)
-    with contextlib.suppress(_Killed):
-        _beside(order, folder, killed_at)
-    # What was saved last is the update before, whose batch the loop had ended.
-    return whole[killed_at - 1 :], _beside(order, folder)
+def _go_on_beside(order: str, folder: str, places: tuple[int, ...]) -> list[Any]:
+    """The pairs of a run without a break, and those that each run that was killed at one of the places goes on with."""
+    found: list[Any] = [_beside(order, None)]
+    for killed_at in places:
+        with contextlib.suppress(_Killed):
+            _beside(order, f"{folder}-{killed_at}", killed_at)
+        found.append(_beside(order, f"{folder}-{killed_at}"))
+    return found
 
 
 @pytest.mark.parametrize("order", ["first", "second", "by hand", "each epoch"])
-@pytest.mark.parametrize("killed_at", [4, 7, 9])
-def test_a_loader_that_is_read_beside_the_training_loader_goes_on_where_it_stood(
-    order: str, killed_at: int, ranks: Ranks, tmp_path: Any
-) -> None:
+def test_a_loader_that_is_read_beside_the_training_loader_goes_on_where_it_stood(order: str, ranks: Ranks, tmp_path: Any) -> None:
     """As batches without labels in FixMatch. It began its epoch anew after a restart, with pairs that no whole run had; and
     after a restart at the end of an epoch, it went on where that epoch had left it, so that `zip` skipped the next one.
     """
+    places = (4, 7, 9)
     for number in (1, 2):
-        for want, got in ranks(number, _goes_on_beside, order, str(tmp_path / str(number)), killed_at):
-            assert got == want
+        for want, *resumed in ranks(number, _go_on_beside, order, str(tmp_path / str(number)), places):
+            # What was saved last is the update before, whose batch the loop had ended.
+            assert dict(zip(places, resumed, strict=True)) == {killed_at: want[killed_at - 1 :] for killed_at in places}
 
 
 @pytest.mark.parametrize("states", [3, ["1"], {"1": 3}, {"1": None}, {"1": {"position": "x"}}, {"1": {"epoch": 1e400}}])

@@ -307,7 +307,7 @@ def _look_all(layouts: dict[str, Any], precisions: list[str]) -> dict[str, Any]:
     ("size", "layouts", "precisions"),
     [
         (2, {"fsdp": "fsdp"}, ["bf16", "fp16"]),
-        (4, {"zero2": "zero2", "zero3": "zero3", "hsdp": "hsdp", "tp x fsdp": ech.Layout(tp=2)}, ["bf16"]),
+        (4, {"zero2": "zero2", "hsdp": "hsdp", "tp x fsdp": ech.Layout(tp=2)}, ["bf16"]),
     ],
 )
 def test_sharded_parameters_are_gathered_in_half_and_stay_float32_otherwise(
