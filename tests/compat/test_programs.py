@@ -1,6 +1,6 @@
 """Programs written for other systems, run as programs on real ranks: what they train is what plain PyTorch trains in one process.
 
-FairScale's is in test_fairscale_programs, nntool's page in tests/slurm, Dragon's on its runtime in test_group.
+nntool's page is in tests/slurm, Dragon's on its runtime in test_group.
 """
 
 from __future__ import annotations
@@ -9,8 +9,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
-from tests.compat.programs import lightning_trainer, pytorch_raw, torchtnt_auto_unit, torchtnt_by_hand
+from tests.compat.programs import (
+    fairscale_checkpoint_scaler,
+    lightning_trainer,
+    pytorch_raw,
+    torchtnt_auto_unit,
+    torchtnt_by_hand,
+)
 from tests.compat.reference import check_dragon_training, in_order, plain
 from tests.compat.reference import run_programs as run
 from tests.kit.models import largest_difference
@@ -90,3 +97,36 @@ def test_lightnings_trainer_with_dp_ddp_and_fsdp(tmp_path: Path) -> None:
 def test_dragons_page_without_dragon(tmp_path: Path) -> None:
     [said] = run(tmp_path, (str(PROGRAMS / "dragon_training.py"),))
     check_dragon_training(said, shown=[0])
+
+
+# --- FairScale
+
+
+@pytest.mark.full
+def test_fairscales_pair_with_a_checkpoint_wrapper_and_a_scaler_under_spawn(tmp_path: Path) -> None:
+    with_scaler = fairscale_checkpoint_scaler
+    run(tmp_path, (str(PROGRAMS / "fairscale_checkpoint_scaler.py"), "2", str(tmp_path)))
+    everyones = [torch.load(tmp_path / f"rank{rank}.pt") for rank in range(2)]
+    model = with_scaler.CheckpointModel(wrapped=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    scale, scales, since = 2.0**10, [], 0
+    for step, both in enumerate(zip(with_scaler.batches(0), with_scaler.batches(1), strict=True)):
+        optimizer.zero_grad()
+        for rank, (data, target) in enumerate(both):  # the same dropout and the same scaling as on the ranks
+            torch.manual_seed(100 * step + rank)
+            with torch.autocast("cpu", dtype=torch.float16):
+                output = model(data)
+            (nn.functional.mse_loss(output.float(), target) / 2 * scale).backward()
+        if step == 1:
+            scale, since = scale / 2, 0
+        else:
+            for parameter in model.parameters():
+                assert parameter.grad is not None
+                parameter.grad /= scale
+            optimizer.step()
+            since += 1
+            scale, since = (scale * 2, 0) if since == 4 else (scale, since)
+        scales.append(scale)
+    for values, seen in everyones:
+        assert largest_difference(values, model.state_dict()) <= 1e-6
+        assert seen == scales

@@ -338,11 +338,6 @@ def test_what_makes_no_update_is_refused_by_name(how: str, options: dict[str, An
     assert said in str(caught.value)
 
 
-class Neither(ech.AutoUnit[Any]):
-    def compute_loss(self, state: ech.State, data: Any) -> tuple[torch.Tensor, Any]:
-        raise NotImplementedError
-
-
 class HookedLate(Gan):
     def configure_optimizers_and_lr_schedulers(self, module: nn.Module) -> Any:
         for parameter in module.parameters():
