@@ -112,6 +112,26 @@ def test_what_was_left_out_is_left_out_after_a_resume(ranks: Ranks, tmp_path: Pa
     assert _steps_of(bad)[0] not in got["steps"]
 
 
+def _with_dataloader(folder: Path | None, skipped: Any) -> tuple[dict[str, Any], Any]:
+    ech.seed(2)
+    unit = Regression(module=net(dropout=0.2), optimizer="AdamW", lr=0.01)
+    unit.train_progress.skipped = list(skipped)
+    callbacks: list[ech.Callback] = []
+    if folder is not None:
+        saver = Saver(folder, save_every_n_updates=5)
+        callbacks = [ech.callbacks.RollBack(saver), saver]
+    loader = torch.utils.data.DataLoader(_data(5, math.nan), batch_size=8, shuffle=True)
+    ech.train(unit, loader, max_updates=STEPS, callbacks=callbacks)
+    return whole(unit.module), unit.train_progress.skipped
+
+
+def test_a_dataloader_goes_back_in_its_own_order(tmp_path: Path) -> None:
+    got, skipped = _with_dataloader(tmp_path, [])
+    want, _ = _with_dataloader(None, skipped)
+    assert skipped and all(torch.isfinite(value).all() for value in got.values())
+    assert largest_difference(got, want) == 0
+
+
 def _until_it_ends(folder: Path, watch: bool) -> str:
     x, y = batch(96, 0)
     y[5::8] = math.nan  # in nearly every batch

@@ -16,6 +16,7 @@ from echelon.checkpoint import commit
 from echelon.common.arguments import Given
 from echelon.common.errors import CallbackError, CheckpointOptionError, DivergedError
 from echelon.data.loader import Loader
+from echelon.data.replayed import with_state
 from echelon.loop.callback import Callback
 from echelon.loop.checkpointing import restoring
 from echelon.loop.checkpointing.options import RestoreOptions
@@ -88,9 +89,11 @@ class RollBack(Callback):
                 f"watch must be given to RollBack, because {type(unit).__name__} is not an AutoUnit: watch=lambda state, "
                 "unit: ..."
             )
-        if state.train_state is not None and not hasattr(state.train_state.dataloader, "load_state_dict"):
+        if state.train_state is not None and not hasattr(with_state(state.train_state.dataloader), "load_state_dict"):
             name = type(state.train_state.dataloader).__name__
-            raise CheckpointOptionError(f"the loader must have load_state_dict for RollBack, got {name}. echelon.Loader has it.")
+            raise CheckpointOptionError(
+                f"the loader must have load_state_dict for RollBack, or be a DataLoader, got {name}. echelon.Loader has it."
+            )
         self.saver.folder.take_over(unit, state)  # sets newer checkpoints aside, to which a rollback must not go
         step = unit.train_progress.num_updates_completed
         if not any(commit.step_of(path) <= step for path in commit.candidates(self.saver.dirpath)):
