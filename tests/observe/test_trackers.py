@@ -110,6 +110,7 @@ for epoch in range(3):
 
 
 @pytest.mark.full
+@pytest.mark.usefixtures("forked_programs")
 def test_a_folder_is_one_run_of_each_tracker_whatever_loop_trains_and_after_a_restart(run: RunDir, tmp_path: Path) -> None:
     """A loop that counts its epochs itself has a run of ours for each of them. Where nobody is logged in, wandb keeps it offline.
 
@@ -177,6 +178,7 @@ ech.train(Fails(), [batch(2, 0)] * 4, max_epochs=1)
 """
 
 
+@pytest.mark.usefixtures("forked_programs")
 def test_a_training_that_fails_is_a_failed_run_of_its_trackers(run: RunDir, tmp_path: Path) -> None:
     env = {**clean_environment(), **run.to_env(), "HOME": str(tmp_path), "PYTHONPATH": os.getcwd(), "WANDB_MODE": "offline"}
     env |= {"ECHELON_TRACK": "wandb,mlflow", "MLFLOW_TRACKING_URI": f"file:{tmp_path}/mlruns", "MLFLOW_ALLOW_FILE_STORE": "true"}
