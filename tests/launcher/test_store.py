@@ -196,6 +196,7 @@ def test_a_link_that_goes_dead_ends_both_sides_and_the_job_is_queued_again(tmp_p
 
 
 @pytest.mark.full
+@pytest.mark.usefixtures("forked_programs")
 def test_ranks_that_come_on_are_not_ended_while_a_launcher_is_silent(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(MEETS)
     run, said = RunDir.create(tmp_path, "a", begin=False), tmp_path / "said"
@@ -275,6 +276,7 @@ while not os.path.exists("go"): time.sleep(0.05)
 
 
 @pytest.mark.full
+@pytest.mark.usefixtures("forked_programs")
 def test_a_node_of_which_nothing_is_heard_is_named_and_one_that_is_heard_of_again(tmp_path: Path) -> None:
     """Its launcher stands, as if the link to it were dead; either half says so."""
     (tmp_path / "train.py").write_text(TRAINS_ON)
