@@ -321,6 +321,7 @@ FORKS = """
 """
 
 
+@pytest.mark.usefixtures("forked_programs")
 def test_a_child_that_the_program_forked_dies_of_its_own_signal() -> None:
     """It has nothing to save: with our handler in it, `terminate()` would wait for ever."""
     ran = subprocess.run(

@@ -178,6 +178,7 @@ def test_micro_batches_between_the_second_and_the_last_are_not_computed_if_they_
 
 
 @pytest.mark.full
+@pytest.mark.usefixtures("forked_programs")
 def test_a_plan_that_is_ended_leaves_no_process(tmp_path: Path) -> None:
     waits = "        open(__file__ + '.pid', 'w').write(str(os.getpid()))\n        time.sleep(600)\n        return torch"
     script = UNIT.replace("        return torch", waits, 1).replace("import sys\n", "import os, sys, time\n")
