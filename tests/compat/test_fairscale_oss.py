@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import subprocess
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -258,7 +257,6 @@ def test_a_group_is_freed_neither_at_once_nor_with_the_interpreter() -> None:
 
 @pytest.mark.full
 def test_ranks_of_spawn_end(tmp_path: Path) -> None:
-    name = "fairscale_spawn"
-    program = [sys.executable, "-m", f"tests.compat.programs.{name}", str(tmp_path)]
-    done = subprocess.run(program, env=clean_environment(), capture_output=True, text=True, timeout=300)
+    program = [sys.executable, "-m", "tests.compat.programs.fairscale_spawn", str(tmp_path)]
+    done = forked.run(program, env=clean_environment(), capture_output=True, text=True, timeout=300)
     assert done.returncode == 0 and done.stdout.count("ended") == 2, done.stdout + done.stderr

@@ -13,6 +13,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
@@ -56,6 +57,8 @@ def _loaded(folder: str, kinds: list[str], layouts: list[str]) -> list[str]:
             if not torch.equal(answer(unit.module, kind), answer(want, kind)):
                 wrong.append(f"{kind}, {layout}: other logits")
             again = ech.save_pretrained(unit, f"{folder}/{kind} {layout}")
+            if dist.get_rank():  # the files are the same for all
+                continue
             if other := differing(type(model).from_pretrained(again).state_dict(), want.state_dict()):
                 wrong.append(f"{kind}, {layout}: {other}")
     return wrong
