@@ -130,9 +130,10 @@ class Feed(Iterator[Step[Any]]):
         limit: use at most this many batches.
         move: moves a batch to the device; None leaves it where it is.
         stream: side stream for the copies; with it, one batch is read and copied ahead.
-        resumed: number of batches of the epoch after which the loader resumes by its own state; its length is still that of a
-            whole epoch. Without `stream`, nothing is read ahead while batches of that length remain, so that random numbers are
-            drawn in the same order as without the interruption. After that, one batch is read ahead, to notice the loader's end.
+        resumed: number of batches of the epoch after which the loader resumes by its own state. A `Replayed` has as many batches
+            less. Of others the length is still that of a whole epoch: without `stream`, nothing is read ahead while batches of
+            that length remain, so that random numbers are drawn in the same order as without the interruption. After that, one
+            batch is read ahead, to notice the loader's end.
         read: takes a batch from the loader's iterator; a timer may wrap it.
     Attributes:
         used: number of batches handed out.
@@ -150,12 +151,13 @@ class Feed(Iterator[Step[Any]]):
         resumed: int = 0,
         read: Callable[..., Any] = next,
     ) -> None:
-        self._with_state, loader = loader, loader.loader if isinstance(loader, Replayed) else loader
+        self._with_state, replays = loader, isinstance(loader, Replayed)
+        loader = loader.loader if isinstance(loader, Replayed) else loader
         self._loader, self._limit, self._move, self._stream, self._take = loader, limit, move, stream, read
         self._start = loader.start if isinstance(loader, (Loader, StreamLoader)) else 0
         self._epoch = loader.epoch if isinstance(loader, Loader) else 0
         length = known_length(loader)
-        self.length = None if resumed else length
+        self.length = length if not resumed else length - resumed if replays and length is not None else None
         self._expected = length - resumed if resumed and length is not None else 0
         total = self.length if limit is None else (limit if self.length is None else min(limit, self.length))
         self.total = total

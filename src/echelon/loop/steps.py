@@ -357,14 +357,14 @@ def _resumed(stage: Stage) -> tuple[Any, int]:
     loader = with_state(given)
     if done == 0:
         return loader, 0
+    if not isinstance(loader, Replayed) and hasattr(loader, "load_state_dict"):
+        return loader, done
+    if known_length(given) == done:
+        return (), 0  # the epoch was complete when it was saved
     if isinstance(loader, Replayed):
         kept = any(state is loader.loader.dataset for state in stage.unit.app_state().values())  # and so at its own position
         if not kept and loader.goes_on(done):
             return loader, done
-    elif hasattr(loader, "load_state_dict"):
-        return loader, done
-    if known_length(given) == done:
-        return (), 0  # the epoch was complete when it was saved
     logger.warning(
         "training resumes after step %s of an epoch, but the position of the %s is not known: it starts over, unless its dataset "
         "goes on by itself. echelon.Loader resumes",
