@@ -37,10 +37,9 @@ FLEET: dict[str, tuple[tuple[Any, ...], tuple[Any, ...]]] = {
     "low": ((*BITS, "--nodelist", "node[1-2]"), HELD),
     "lost": ((*BITS, "--exclude", "node[1-2],node[6-8]"), (*HELD, "--save-every", 2)),
     "stop": ((*ELSEWHERE, "--nodes", 2), HELD),
-    "ddp": ((*ELSEWHERE, *FOUR), ()),
+    "ddp": ((*ELSEWHERE, *FOUR, "-m"), ()),
     "bits": ((*ELSEWHERE, "--bitwise", *FOUR), ()),
     "raises": ((*ELSEWHERE, *FOUR, "--no-requeue"), ("--raise-on", 3)),
-    "fsdp": ((*ELSEWHERE, *FOUR, "-m"), ("--layout", "fsdp")),
     "killed": ((*ELSEWHERE, "--nodes", 2), ("--kill-on", 1)),
     "sweep": ((*ELSEWHERE, "--sweep", "lr=0.1,0.01", "--sweep", "steps=2"), ()),
 }
@@ -155,13 +154,12 @@ def plain() -> dict[str, torch.Tensor]:
         torch.set_default_dtype(before)
 
 
-@pytest.mark.parametrize("layout", ["ddp", "fsdp"])
 @pytest.mark.full
-def test_two_nodes_of_two_ranks_train_what_one_process_trains(fleet: Fleet, layout: str) -> None:
-    got, want = fleet.final(layout), plain()
+def test_two_nodes_of_two_ranks_train_what_one_process_trains(fleet: Fleet) -> None:
+    got, want = fleet.final("ddp"), plain()
     assert got.keys() == want.keys()
     assert max(float((torch.tensor(got[k], dtype=torch.float64) - want[k]).abs().max()) for k in want) < 1e-12
-    logs = [fleet.job(layout).log(rank).read_text() for rank in range(4)]
+    logs = [fleet.job("ddp").log(rank).read_text() for rank in range(4)]
     hosts = [log.rpartition(" is done")[0].rpartition(" ")[2] for log in logs]
     assert hosts[0] == hosts[1] != hosts[2] == hosts[3]  # (node, local rank), and an edit after submission changed nothing
 

@@ -16,7 +16,6 @@ from echelon.contracts.run_dir import RunDir
 from echelon.world import stop
 
 parser = argparse.ArgumentParser()
-parser.add_argument("--layout", default="ddp")
 parser.add_argument("--lr", type=float, default=0.05)
 parser.add_argument("--steps", type=int)
 parser.add_argument("--epochs", type=int, help="of four updates each; in steps an update has as many as it has parts on a rank")
@@ -55,7 +54,7 @@ class Unit(ech.AutoUnit):
             print(f"step {step} of attempt {run.attempt}", flush=True)
 
 
-unit = Unit(module=torch.nn.Sequential(torch.nn.Linear(6, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1)), layout=arguments.layout)
+unit = Unit(module=torch.nn.Sequential(torch.nn.Linear(6, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1)), layout="ddp")
 loader = ech.Loader(data, 16, seed=3)
 saver = ech.DistributedCheckpointSaver
 saver.restore_from_latest(run.checkpoints, unit, train_dataloader=loader)
@@ -67,10 +66,7 @@ ech.train(
     callbacks=[saver(run.checkpoints, save_every_n_updates=arguments.save_every)],
 )
 
-final = {
-    name.removeprefix("module."): (p.full_tensor() if hasattr(p, "full_tensor") else p).tolist()
-    for name, p in unit.module.named_parameters()
-}
+final = {name.removeprefix("module."): p.tolist() for name, p in unit.module.named_parameters()}
 print(f"rank {rank} of {ech.RankInfo().world_size} on {socket.gethostname()} is done", flush=True)
 if rank == 0:
     (run.path / "final.json").write_text(json.dumps({"lr": arguments.lr, "final": final}))
