@@ -148,6 +148,19 @@ def test_a_dataset_that_the_unit_saves_is_not_advanced_twice(tmp_path: Path) -> 
         assert torch.equal(unit.first, DATA[8 * begin + (8 if begin else 0) :][0][:8])
 
 
+@pytest.mark.parametrize("saved", [lambda: ech.Loader(DATA, 8), lambda: DataLoader(DATA, batch_size=12, shuffle=True)])
+@pytest.mark.parametrize("steps", [2, 6])
+def test_a_dataloader_in_the_place_of_another_loader_begins_an_epoch_anew(
+    tmp_path: Path, saved: Any, steps: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    ech.train(Regression(module=net()), saved(), max_updates=steps, callbacks=[Saver(tmp_path)])
+    unit, loader = Regression(module=net()), DataLoader(DATA, batch_size=8, sampler=RandomSampler(DATA))  # type: ignore[arg-type]
+    Saver.restore_from_latest(tmp_path, unit, train_dataloader=loader)
+    ech.train(unit, loader, max_updates=steps + 6)
+    assert ("it starts over" in caplog.text) == (steps % len(saved()) > 0)
+    assert unit.train_progress.num_epochs_completed == (1 if steps == 2 else 2)
+
+
 def _in_part(folder: Path, begin: int | None) -> tuple[dict[str, Any], list[str]]:
     """Six updates on this rank's share of an epoch; or those after a checkpoint."""
     loader = DataLoader(Augmented(), batch_size=4, sampler=DistributedSampler(DATA))  # type: ignore[arg-type]

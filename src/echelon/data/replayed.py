@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from echelon.common.errors import CheckpointCorruptError, CheckpointMismatchError, LoaderError
+from echelon.common.errors import CheckpointCorruptError, LoaderError
 from echelon.common.numbers import whole
 from echelon.data.generators import generators_of
 from echelon.world import rng
@@ -126,26 +126,26 @@ class Replayed:
         return {"batch_size": self.loader.batch_size, "ranks": world_size()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Stand where the saved loader stood. Does nothing if batches or ranks are others now: the epoch then begins anew.
+        """Stand where the saved loader stood. Does nothing if another kind of loader was saved, or batches, generators or ranks
+        are others now: the epoch then begins anew, which the loop tells.
 
         Raises:
-            CheckpointMismatchError: another kind of loader was saved.
             CheckpointCorruptError: the state is invalid.
         """
         if not state_dict.keys() >= self.STATE:
-            raise CheckpointMismatchError(
-                "the checkpoint holds the position of another kind of loader in the middle of an epoch, from which an "
-                "undivided DataLoader cannot resume. Give the same loader, or resume from a checkpoint of an epoch's end."
-            )
+            return
         now = self._drawn()
         try:
-            self._put_back(begun := dict(state_dict["begun"]))
-            given = whole("given", state_dict["given"], at_least=0, kind=LoaderError)
+            begun, given = dict(state_dict["begun"]), whole("given", state_dict["given"], at_least=0, kind=LoaderError)
+            alike = all(state_dict.get(name, value) == value for name, value in self._division().items())
+            alike = alike and len(begun["generators"]) == len(now["generators"])
+            if alike:
+                self._put_back(begun)
         except (KeyError, TypeError, ValueError, AttributeError, RuntimeError, OverflowError) as error:  # and a UsageError
             raise CheckpointCorruptError(f"the checkpoint's state of the DataLoader is not valid: {error!r}.") from None
         finally:
             self._put_back(now)
-        if all(state_dict.get(name, value) == value for name, value in self._division().items()):
+        if alike:
             self._at.begun, self._at.given = begun, given
 
 
