@@ -215,6 +215,11 @@ def _stops() -> dict[str, Any]:
         ),
         "in a step of its own": (OwnStep(layout="ddp"), data, {}),
         "in the loss": (StopsInLoss(layout="ddp"), data, {}),
+        "before a step": (
+            Regression(layout="ddp"),
+            data,
+            {"callbacks": [Hooks(on_train_epoch_start=_stops_on_rank_1)]},
+        ),
     }
     for unit, loader, options in units.values():
         ech.train(unit, loader, max_epochs=1, **options)
@@ -223,6 +228,7 @@ def _stops() -> dict[str, Any]:
 
 def test_a_stop_of_one_rank_stops_all_after_the_same_step_and_the_update_under_way(ranks: Ranks) -> None:
     want = {"of one rank": 3, "within an update": 4, "in an evaluation": 2, "in a step of its own": 2, "in the loss": 3}
+    want["before a step"] = 0
     assert ranks(2, _stops) == [want] * 2
 
 

@@ -13,8 +13,9 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import echelon as ech
+from echelon.common.errors import RanksDisagreeError
 from tests.conftest import Ranks
-from tests.kit.models import batch, largest_difference, whole
+from tests.kit.models import batch, largest_difference, net, whole
 from tests.kit.own_loops import squares, step, told
 from tests.kit.units import SEVERAL, Regression, under_each
 
@@ -191,6 +192,42 @@ def test_modes_that_a_script_sets_before_or_behind_its_batches(ranks: Ranks) -> 
 def test_eval_mode_left_in_the_middle_is_said_once() -> None:
     seen, _, (said,) = _sets_modes("", "", "eval")
     assert seen == [True, False, True, False] and "is in eval mode now" in said
+
+
+class ByHand(ech.TrainUnit[Any], ech.EvalUnit[Any], ech.PredictUnit[Any]):
+    """Holds a module that the script has sharded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = torch.distributed.fsdp.fully_shard(net())
+        self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.1)
+
+    def train_step(self, state: ech.State, data: Any) -> None:
+        torch.nn.functional.mse_loss(self.net(data[0]), data[1]).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def eval_step(self, state: ech.State, data: Any) -> torch.Tensor:
+        out: torch.Tensor = self.net(data[0])
+        return out
+
+    predict_step = eval_step
+
+
+def _predicts_first() -> tuple[int, str]:
+    unit, batches = ByHand(), [batch(4, i) for i in range(3)]
+    ech.predict(unit, batches)
+    ech.evaluate(unit, batches)
+    ech.train(unit, batches, max_epochs=1)
+    try:
+        ech.evaluate(unit, batches[dist.get_rank() :])
+    except RanksDisagreeError as error:
+        return unit.train_progress.num_steps_completed, error.code
+    return 0, ""
+
+
+def test_a_module_that_a_plain_unit_has_sharded_predicts_and_trains_and_its_ranks_meet(ranks: Ranks) -> None:
+    assert ranks(2, _predicts_first) == [(3, RanksDisagreeError.code)] * 2
 
 
 # --- what an evaluation leaves: `fully_shard` may keep whole parameters in the shards' place, until the next backward pass

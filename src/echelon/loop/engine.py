@@ -206,7 +206,7 @@ class Run:
     def _open_epoch(self, stage: Stage) -> Steps:
         if stage.progress.num_steps_completed_in_epoch == 0:
             stage.call(stage.hooks.epoch_start)
-            self._settle_doubts()  # epoch_start hooks may have frozen or unfrozen parameters
+            self._agree_to_stop()  # epoch_start hooks may have asked for a stop, frozen or unfrozen parameters
             if stage.progress.num_epochs_completed:
                 self._tell_of_epoch()
         evaluates = self.state.eval_state is not None

@@ -194,7 +194,7 @@ class Unit(AppStateMixin):
     @property
     def forward_is_collective(self) -> bool:
         """Whether all ranks must take equally many evaluation steps."""
-        return False
+        return any(prepared.forward_is_collective for prepared in self.prepared_modules().values())
 
     def meets_at_end(self, phase: str) -> bool:
         """Whether the ranks meet at the end of an evaluation, a prediction or a test, so that all must run it, or none."""
