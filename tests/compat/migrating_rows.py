@@ -131,6 +131,11 @@ def full_state_of_groups() -> None:
         again.load_state_dict(full)
         assert far(again.state_dict()["state"], other.state_dict()["state"]) < 1e-12
         assert [g["lr"] for g in again.param_groups] == [0.1, 0.01]
+    everyones: list[Any] = [full]
+    dist.broadcast_object_list(everyones)
+    own = torch.optim.AdamW(groups(model), lr=1.0)
+    own.load_state_dict(model.get_shard_from_optim_state_dict(everyones[0]))
+    assert far(own.state_dict()["state"], optimizer.state_dict()["state"]) == 0
 
 
 @row(TOGETHER, "`enable_wrap` wants `wrapper_cls`")

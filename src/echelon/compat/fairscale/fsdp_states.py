@@ -161,20 +161,39 @@ def gathered(module: TorchFSDP, optimizer: torch.optim.Optimizer) -> dict[str, A
             whole[number] = {key: _joined([part[key] for part in parts if key in part], shape) for key in parts[0]}
     groups = [{**each, "params": [numbers[p] for p in each["params"]]} for each in optimizer.param_groups]
     local = {number: owner.get(p) if number in whole else None for p, number in numbers.items()}
-    return {"state": whole, "param_groups": groups, "param_id_map": local, "uncollected_local_ids": sorted(alone)}
+    names = {numbers[p.parameter]: name for name, p in _by_name(module).items() if p.parameter in numbers}
+    return {
+        "state": whole,
+        "param_groups": groups,
+        "param_id_map": local,
+        "uncollected_local_ids": sorted(alone),
+        "param_names": names,
+    }
+
+
+def _by_name(module: TorchFSDP) -> dict[str, Piece]:
+    return {f"{path}{piece.name}": piece for path, wrapper in _wrappers(module) for piece in pieces(wrapper)}
 
 
 def sharded(module: TorchFSDP, full_optim_state_dict: dict[str, Any]) -> dict[str, Any]:
-    """This rank's part of a whole state, in the form that an optimizer over the module's parameters loads."""
+    """This rank's part of a whole state, in the form that an optimizer over the module's parameters loads. Its groups may hold
+    them in any order.
+    """
     _one_group(module)
-    full = full_optim_state_dict
-    held = {p.parameter: p for each in wrappers(module) for p in pieces(each)}
-    order = [held[p] for p in module.parameters() if p in held]
+    full, held = full_optim_state_dict, _by_name(module)
     numbers = [number for group in full["param_groups"] for number in group["params"]]
-    if len(numbers) != len(order):
-        raise CheckpointMismatchError(f"the optimizer's state has {len(numbers)} parameters, this module {len(order)}.")
+    if (names := full.get("param_names")) is None:  # FairScale's own, of an optimizer over all parameters in their order
+        order = {piece.parameter: name for name, piece in held.items()}
+        names = dict(zip(numbers, [order[p] for p in module.parameters() if p in order], strict=False))
+        names = names if len(numbers) == len(held) else {}
+    if missing := [number for number in numbers if names.get(number) not in held]:
+        raise CheckpointMismatchError(
+            f"the optimizer's state has {len(numbers)} parameters, of which {len(missing)} are not among the {len(held)} of this "
+            "module. Restore it into the module that it was saved with."
+        )
     state = {}
-    for number, piece in zip(numbers, order, strict=True):
+    for number in numbers:
+        piece = held[names[number]]
         given = full["state"].get(number)
         if given and piece.parameter.numel():
             state[number] = {key: _cut(value, piece) for key, value in given.items()}
