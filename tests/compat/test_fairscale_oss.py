@@ -166,6 +166,11 @@ def _odds_and_ends() -> dict[str, Any]:
     frozen(torch.ones(2)).sum().backward()
     with refused(OptimizerError):
         late.step()
+    part = net()
+    part.first.requires_grad_(False)
+    made = [kind(part.parameters(), lr=0.1) for kind in (partial(OSS, optim=torch.optim.Adagrad), torch.optim.Adagrad)]
+    whole, plain = (each.state_dict(**more) for each, more in zip(made, ({"all_ranks": True}, {}), strict=True))
+    found["with a frozen layer"] = far(whole["state"], plain["state"]), len(whole["state"]) - len(plain["state"])
     return found
 
 
@@ -176,7 +181,7 @@ def test_norms_names_options_and_errors(ranks: Ranks) -> None:
         for norm_type in (1.0, 2.0, float("inf")):
             want = torch.nn.utils.get_total_norm([p.grad for p in module.parameters() if p.grad is not None], norm_type)
             assert found[f"norm {norm_type}"] == pytest.approx(float(want), rel=1e-12)
-        assert found["moved"] == 0 and found["names"] == "first.weight"
+        assert found["moved"] == 0 and found["names"] == "first.weight" and found["with a frozen layer"] == (0, 0)
 
 
 def _muon(divide: bool) -> dict[str, torch.Tensor]:

@@ -123,7 +123,9 @@ class OSS(torch.optim.Optimizer):
         if not -1 <= recipient_rank < self.world_size:
             raise UsageError(f"consolidate_state_dict({recipient_rank}): ranks are 0 to {self.world_size - 1}, or -1 for all.")
         numbers: dict[torch.Tensor, int] = {p: number for number, p in enumerate(self.partition.parameters)}
-        own_state = {numbers[p]: state for p, state in self.optim.state.items() if p in numbers}
+        owners, owns = self.partition.owners, self.partition.owns
+        # Every rank may have state of frozen parameters, which nobody owns: the constructor of Adagrad makes it.
+        own_state = {numbers[p]: state for p, state in self.optim.state.items() if p in numbers and (owns(p) or p not in owners)}
         self._everyones = collect(own_state, None if recipient_rank == -1 else recipient_rank, self.group)
 
     def state_dict(self, all_ranks: bool = False) -> dict[str, Any]:
@@ -142,7 +144,8 @@ class OSS(torch.optim.Optimizer):
                 "consolidate_state_dict() on all ranks, and state_dict() on the one that receives it (recipient_rank; -1: all)."
             )
         numbers = {p: number for number, p in enumerate(self.partition.parameters)}
-        state: dict[Any, Any] = dict(sorted((n, s) for each in self._everyones for n, s in each.items()))
+        merged: dict[Any, Any] = {number: each for some in self._everyones for number, each in some.items()}
+        state = {number: merged[number] for number in sorted(merged)}
         state |= {key: each for key, each in self.optim.state.items() if not isinstance(key, torch.Tensor)}
         return {
             "state": state,
